@@ -252,7 +252,7 @@ class TensorReader:
 
     def run(self, jobs: Sequence[Callable[[], None]]) -> None:
         """Run the jobs on the pool and wait for all. The first exception is raised once no job writes any more."""
-        if len(jobs) <= 1 or getattr(self._inside, "pool", False):  # a job that runs jobs must not wait for its own pool
+        if len(jobs) <= 1 or getattr(self._inside, "pool", False):  # a job must not wait for its own pool
             for job in jobs:
                 job()
             return

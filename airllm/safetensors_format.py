@@ -130,7 +130,7 @@ def _refuse_other_formats(path: Path, start: bytes, size: int) -> None:
     if start.startswith(b"version https://git-lfs"):
         promised = next((line[5:] for line in start.decode("ascii", "replace").split("\n") if line[:5] == "size "), "?")
         raise CheckpointError(
-            f"{path} is a git-lfs pointer of {size} B, not the {promised} B of weights: run `git lfs pull` in its folder"
+            f"{path} is a git-lfs pointer of {size} B, not the {promised} B of weights: run `git lfs pull` there"
         )
     text = start.lstrip(b"\xef\xbb\xbf \t\r\n").lower()
     if text.startswith((b"<!doctype", b"<html", b"<?xml", b"<head")):
@@ -170,21 +170,28 @@ def _metadata(path: Path, metadata: Any) -> dict[str, str]:
 
 
 def _is_count(value: Any) -> bool:
-    return isinstance(value, int) and not isinstance(value, bool) and value >= 0
+    return isinstance(value, int) and not isinstance(value, bool) and 0 <= value < 1 << 63
+
+
+def _is_shape(shape: Any) -> bool:
+    """Sizes that torch can hold; an empty tensor must not hide a product that overflows."""
+    if not isinstance(shape, list) or len(shape) > 64 or not all(_is_count(size) for size in shape):
+        return False
+    return math.prod(size for size in shape if size) < 1 << 60
 
 
 def _entry(path: Path, name: str, fields: Any, data_start: int) -> TensorEntry:
     if not isinstance(fields, dict) or not {"dtype", "shape", "data_offsets"} <= fields.keys():
         raise CheckpointError(f"{path}: tensor {name} has no dtype, shape and data_offsets: {DOWNLOAD_AGAIN}")
     shape, offsets, dtype_name = fields["shape"], fields["data_offsets"], fields["dtype"]
-    if not isinstance(shape, list) or not all(_is_count(size) for size in shape):
-        raise CheckpointError(f"{path}: tensor {name} has the impossible shape {shape!r}: {DOWNLOAD_AGAIN}")
+    if not _is_shape(shape):
+        raise CheckpointError(f"{path}: tensor {name} has the impossible shape {shape!r:.200}: {DOWNLOAD_AGAIN}")
     if not isinstance(offsets, list) or len(offsets) != 2 or not all(_is_count(offset) for offset in offsets):
-        raise CheckpointError(f"{path}: tensor {name} has impossible data_offsets {offsets!r}: {DOWNLOAD_AGAIN}")
+        raise CheckpointError(f"{path}: tensor {name} has impossible data_offsets {offsets!r:.200}: {DOWNLOAD_AGAIN}")
     dtype = DTYPES.get(dtype_name) if isinstance(dtype_name, str) else None
     if dtype is None:
         raise CheckpointError(
-            f"{path}: tensor {name} has dtype {dtype_name!r}, which torch {torch.__version__} does not know "
+            f"{path}: tensor {name} has dtype {dtype_name!r:.80}, which torch {torch.__version__} does not know "
             f"(known: {', '.join(DTYPES)}): use a newer torch or another checkpoint"
         )
     if dtype_name == "F4":  # two values a byte; torch counts the bytes
