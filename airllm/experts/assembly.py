@@ -1,0 +1,162 @@
+"""Puts the slot backend into a model: finds the experts modules, plans the budget, fills the bank, swaps the modules."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import nn
+
+from airllm.experts.bank import HostBank
+from airllm.experts.budget import MIB, SCRATCH_SLOTS, SlotPlan, auto_budget_bytes, plan_slots
+from airllm.experts.decode_graphs import ExpertGraphs, GraphedRouter, GraphPool
+from airllm.experts.layout import ExpertLayout, common_layout
+from airllm.experts.modules import SlotExperts, find_experts
+from airllm.experts.runtime import SlotExpertRuntime
+from airllm.experts.slots import SlotPool
+from airllm.experts.transfer import StreamTransfer, SyncTransfer, Transfer
+
+if TYPE_CHECKING:
+    from airllm.checkpoint import TensorReader
+    from airllm.weight_map import WeightMap
+
+log = logging.getLogger(__name__)
+
+RESERVE_BYTES = 256 * MIB
+"""What expert_cache_gb="auto" leaves free on the device beyond what it can count: BLAS workspaces, fragmentation, a desktop."""
+
+
+@dataclass(frozen=True)
+class ExpertsFound:
+    """The experts modules of a model and what one of their experts looks like."""
+
+    modules: dict[str, nn.Module]
+    layout: ExpertLayout
+    top_k: int
+
+    @classmethod
+    def of(cls, model: nn.Module, top_k: int) -> ExpertsFound:
+        modules = find_experts(model)
+        return cls(modules, common_layout(ExpertLayout.from_module(m) for m in modules.values()), top_k)
+
+    @property
+    def total(self) -> int:
+        return len(self.modules) * self.layout.num_experts
+
+    def parameter_names(self) -> set[str]:
+        """Full names of the parameters that live in the bank and never on the device as such."""
+        return {f"{prefix}.{p.name}" for prefix in self.modules for p in self.layout.projections}
+
+    def plan(self, budget_bytes: int, reason: str = "as asked") -> SlotPlan:
+        return plan_slots(
+            budget_bytes=budget_bytes,
+            expert_bytes=self.layout.expert_bytes,
+            total_experts=self.total,
+            top_k=self.top_k,
+            reason=reason,
+        )
+
+    def plan_auto(self, config: Any, device: torch.device, max_seq_len: int) -> SlotPlan:
+        """``expert_cache_gb="auto"``; call when the dense weights are on the device."""
+        from airllm.experts.host_memory import available_bytes
+
+        if device.type == "cpu":
+            free = (available_bytes() or 0) - self.total * self.layout.expert_bytes
+        else:
+            free = torch.cuda.mem_get_info(device)[0]
+        kv, workspace = kv_cache_bytes(config, max_seq_len, self.layout), workspace_bytes(config, max_seq_len, self.layout)
+        budget = auto_budget_bytes(
+            free_bytes=free,
+            kv_cache_bytes=kv,
+            workspace_bytes=workspace,
+            reserve_bytes=RESERVE_BYTES,
+            scratch_bytes=SCRATCH_SLOTS * self.layout.expert_bytes,
+        )
+        reason = (
+            f"auto: {free // MIB} MiB free after the dense weights, less {kv // MIB} MiB KV cache for {max_seq_len} tokens, "
+            f"{workspace // MIB} MiB workspace, {RESERVE_BYTES // MIB} MiB reserve and scratch"
+        )
+        return self.plan(budget, reason)
+
+
+def kv_cache_bytes(config: Any, tokens: int, layout: ExpertLayout) -> int:
+    """Keys and values of one sequence of ``tokens`` tokens in the model's dtype."""
+    heads = getattr(config, "num_key_value_heads", None) or config.num_attention_heads
+    head_dim = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
+    return 2 * config.num_hidden_layers * heads * head_dim * tokens * layout.projections[0].dtype.itemsize
+
+
+def workspace_bytes(config: Any, tokens: int, layout: ExpertLayout) -> int:
+    """An upper estimate of the activations of one prompt of ``tokens`` tokens: a dozen tensors of hidden width, the widest
+    expert product, one row of logits in float32 and in the model's dtype."""
+    itemsize = layout.projections[0].dtype.itemsize
+    widest = max(projection.shape[0] for projection in layout.projections)
+    return tokens * itemsize * (12 * config.hidden_size + 2 * widest) + config.vocab_size * (4 + itemsize)
+
+
+def install(
+    model: nn.Module,
+    found: ExpertsFound,
+    plan: SlotPlan,
+    *,
+    weight_map: WeightMap,
+    reader: TensorReader,
+    device: torch.device,
+    pin: bool,
+    progress: bool = True,
+) -> tuple[SlotExpertRuntime, Callable[[], None]]:
+    """Allocate slots, fill the bank, and swap the experts modules of ``model`` for slot ones.
+
+    Returns the runtime, and a function that takes out the forward hook again.
+    """
+    pool = SlotPool(found.layout, plan, device)  # first: a device that is too small must not cost the time of a bank
+    bank = HostBank(
+        found.layout, list(found.modules), weight_map, reader, pin=pin and device.type == "cuda", progress=progress
+    )
+    transfer: Transfer = SyncTransfer() if device.type == "cpu" else StreamTransfer(len(pool.blocks), device)
+    runtime = SlotExpertRuntime(bank, pool, transfer, top_k=found.top_k, layers=len(found.modules))
+    for layer, (name, module) in enumerate(found.modules.items()):
+        for projection in found.layout.projections:
+            module._parameters.pop(projection.name, None)
+        parent, _, leaf = name.rpartition(".")
+        setattr(model.get_submodule(parent), leaf, SlotExperts(module, runtime, layer))
+    hook = model.register_forward_pre_hook(_shape_hook(runtime), with_kwargs=True)
+    return runtime, hook.remove
+
+
+def _shape_hook(runtime: SlotExpertRuntime) -> Callable[..., None]:
+    def note(_module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        tokens = kwargs.get("input_ids", args[0] if args else None)
+        if tokens is None:
+            tokens = kwargs.get("inputs_embeds")
+        if tokens is not None:
+            runtime.begin_forward(tokens.shape[0], tokens.shape[1], runtime.pool.blocks[0].device)
+
+    return note
+
+
+def record_graphs(runtime: SlotExpertRuntime, model: nn.Module, routers: list[nn.Module], hidden_width: int) -> str:
+    """Record the decode graphs (experts by slot, and each router). Returns "" or the reason why they stay unrecorded.
+
+    The routing weights' dtype is learned from the first router. Call with everything on the device and no forward running.
+    """
+    device = runtime.pool.blocks[0].device
+    views = runtime.pool.views
+    dtype = views[0][0].dtype
+    experts = next(module for module in model.modules() if isinstance(module, SlotExperts))
+    try:
+        with torch.no_grad():
+            pool = GraphPool(device)
+            sample = routers[0](torch.zeros(1, hidden_width, dtype=dtype, device=device))
+            graphed = [GraphedRouter(pool, router, hidden_width, dtype) for router in routers]
+            runtime.graphs = ExpertGraphs(pool, views, runtime.top_k, experts.apply_gate, sample[1].dtype)
+    except RuntimeError as error:
+        runtime.graphs = None
+        log.warning("decode graphs could not be recorded, tokens take the plain way: %s", error)
+        return f"recording failed: {error}"
+    for router in graphed:
+        router.install()
+    return ""

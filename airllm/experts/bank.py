@@ -1,0 +1,127 @@
+"""The host bank: the bytes of every expert, one contiguous block each, read-only once filled."""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections.abc import Sequence
+from typing import TYPE_CHECKING
+
+import torch
+from tqdm.auto import tqdm
+
+from airllm.errors import HostMemoryError
+from airllm.experts import host_memory
+from airllm.experts.layout import ExpertLayout
+
+if TYPE_CHECKING:
+    from airllm.checkpoint import TensorReader
+    from airllm.weight_map import WeightMap
+
+log = logging.getLogger(__name__)
+
+HEADROOM_BYTES = 256 * 2**20
+"""Left to the rest of the process when the bank's size is checked against the memory that is available."""
+
+
+class HostBank:
+    """All ``L * E`` experts in one host block; ``block(key)`` is expert ``key = layer * E + expert`` as uint8 [expert_bytes].
+
+    Args:
+        layout: what one expert is.
+        prefixes: names of the experts modules, one a layer ("model.layers.0.mlp.experts").
+        weight_map, reader: where the bytes come from.
+        pin: register the block for fast copies. Refusal leaves it pageable: one warning, and ``pin_reason``.
+
+    Raises:
+        HostMemoryError: less memory is available than the bank needs (checked before anything is taken).
+    """
+
+    def __init__(
+        self,
+        layout: ExpertLayout,
+        prefixes: Sequence[str],
+        weight_map: WeightMap,
+        reader: TensorReader,
+        *,
+        pin: bool,
+        progress: bool = True,
+    ) -> None:
+        self.layout, self.prefixes = layout, tuple(prefixes)
+        self.experts = len(self.prefixes) * layout.num_experts
+        self.nbytes = self.experts * layout.expert_bytes
+        self._weight_map, self._reader = weight_map, reader
+        self.tensor_reads = 0
+        _check_available(self.nbytes, self.experts, layout.expert_bytes)
+        started = time.perf_counter()
+        self._memory = host_memory.HostBlock(self.nbytes)
+        try:
+            self._blocks = self._memory.tensor.view(self.experts, layout.expert_bytes)
+            self._fill(progress)
+            if pin and not self._memory.pin():
+                log.warning(
+                    "the expert bank stays pageable (%s): copies to the device will run several times slower",
+                    self._memory.pin_reason,
+                )
+        except BaseException:
+            self.close()
+            raise
+        self.load_seconds = time.perf_counter() - started
+        self.reads_at_load = self.tensor_reads
+
+    @property
+    def pinned(self) -> bool:
+        return self._memory.pinned
+
+    @property
+    def pin_reason(self) -> str:
+        return self._memory.pin_reason
+
+    @property
+    def reads_since_load(self) -> int:
+        """Expert tensors read from disk after loading; the same counter that counts the loading itself."""
+        return self.tensor_reads - self.reads_at_load
+
+    def block(self, key: int) -> torch.Tensor:
+        """uint8 [expert_bytes], a view of the bank."""
+        return self._blocks[key]
+
+    def blocks(self) -> tuple[torch.Tensor, ...]:
+        """All experts' blocks by key; made once so that the decode loop slices nothing."""
+        return tuple(self._blocks.unbind(0))
+
+    def read_expert(self, key: int, out: Sequence[torch.Tensor]) -> None:
+        """Read one expert's projections from disk into ``out`` (views in layout order). The only way experts leave a file."""
+        layer, expert = divmod(key, self.layout.num_experts)
+        for projection, view in zip(self.layout.projections, out, strict=True):
+            target = f"{self.prefixes[layer]}.{projection.name}"
+            self._weight_map.read_expert(target, expert, self._reader, view)
+            self.tensor_reads += 1
+
+    def _fill(self, progress: bool) -> None:
+        with tqdm(
+            total=self.nbytes, unit="B", unit_scale=True, desc="expert bank", disable=not progress, leave=False
+        ) as bar:
+            for first in range(0, self.experts, self.layout.num_experts):
+                # A layer at a time: conversions that need a whole layer hold one layer, not the model.
+                keys = range(first, first + self.layout.num_experts)
+                self._reader.run([lambda key=key: self._fill_one(key) for key in keys])  # type: ignore[misc]
+                bar.update(self.layout.num_experts * self.layout.expert_bytes)
+
+    def _fill_one(self, key: int) -> None:
+        self.read_expert(key, self.layout.views(self._blocks[key]))
+
+    def close(self) -> None:
+        """Give the memory back. Idempotent."""
+        self._blocks = torch.empty(0, dtype=torch.uint8)
+        self._memory.close()
+
+
+def _check_available(need: int, experts: int, expert_bytes: int) -> None:
+    free = host_memory.available_bytes()
+    if free is not None and need + HEADROOM_BYTES > free:
+        raise HostMemoryError(
+            f"the expert bank needs {need} B ({experts} experts of {expert_bytes} B) plus {HEADROOM_BYTES} B of headroom, "
+            f"but {free} B of host memory are available: close other programs, add memory, or stream the model "
+            f'(expert_cache_backend="none")'
+        )

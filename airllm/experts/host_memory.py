@@ -1,0 +1,115 @@
+"""Host memory of an exact size: how much there is, a block of it, and pinning it without rounding up.
+
+torch's own pinned allocator rounds large requests up to a power of two (5.25 GiB would take 8), so the block is mapped
+here, filled, and then registered with the driver: registration of touched pages is also the faster way to pin.
+"""
+
+from __future__ import annotations
+
+import mmap
+import os
+from pathlib import Path
+
+import torch
+
+_CGROUP_LIMITS = (
+    ("/sys/fs/cgroup/memory.max", "/sys/fs/cgroup/memory.current"),
+    ("/sys/fs/cgroup/memory/memory.limit_in_bytes", "/sys/fs/cgroup/memory/memory.usage_in_bytes"),
+)
+
+
+def _meminfo_bytes(field: str) -> int | None:
+    try:
+        for line in Path("/proc/meminfo").read_text().splitlines():
+            if line.startswith(field + ":"):
+                return int(line.split()[1]) * 1024
+    except OSError:
+        pass
+    return None
+
+
+def _cgroup_free_bytes() -> int | None:
+    for limit_file, used_file in _CGROUP_LIMITS:
+        try:
+            limit, used = Path(limit_file).read_text().strip(), Path(used_file).read_text().strip()
+        except OSError:
+            continue
+        if limit.isdigit() and int(limit) < 2**60:
+            # The page cache counts as used there although the kernel gives it back; count it as free.
+            return int(limit) - int(used) + _cgroup_file_cache_bytes(Path(limit_file).parent)
+    return None
+
+
+def _cgroup_file_cache_bytes(folder: Path) -> int:
+    try:
+        for line in (folder / "memory.stat").read_text().splitlines():
+            key, _, value = line.partition(" ")
+            if key == "inactive_file":
+                return int(value)
+    except OSError:
+        pass
+    return 0
+
+
+def available_bytes() -> int | None:
+    """Host memory that can be taken now without swapping; None where the system does not tell."""
+    known = [value for value in (_meminfo_bytes("MemAvailable"), _cgroup_free_bytes()) if value is not None]
+    if known:
+        return min(known)
+    try:
+        return os.sysconf("SC_AVPHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+    except (AttributeError, ValueError, OSError):
+        return None
+
+
+class HostBlock:
+    """``nbytes`` of host memory as one uint8 tensor, zero-filled lazily by the system, never rounded up beyond a page.
+
+    ``pin()`` after filling; ``close()`` unregisters and lets the memory go.
+    """
+
+    def __init__(self, nbytes: int) -> None:
+        self.nbytes = nbytes
+        self._map: mmap.mmap | None = mmap.mmap(-1, max(nbytes, 1))
+        if hasattr(mmap, "MADV_HUGEPAGE"):
+            try:
+                self._map.madvise(mmap.MADV_HUGEPAGE)
+            except OSError:  # a kernel without transparent huge pages: ordinary ones do
+                pass
+        self.tensor = torch.frombuffer(self._map, dtype=torch.uint8, count=nbytes)
+        self.pinned = False
+        self.pin_reason = "not asked for"
+
+    def pin(self) -> bool:
+        """Register the block with the driver. False, with ``pin_reason`` saying why, when that is refused or has no effect."""
+        if not torch.cuda.is_available():
+            self.pin_reason = "no CUDA or ROCm device"
+            return False
+        runtime = torch.cuda.cudart()
+        try:
+            status = int(runtime.cudaHostRegister(self.tensor.data_ptr(), self.nbytes, 0))
+        except RuntimeError as error:
+            status, self.pin_reason = -1, f"registration failed: {error}"
+        else:
+            self.pin_reason = f"registration refused with status {status} for {self.nbytes} B (check `ulimit -l`)"
+        if status != 0:
+            return False
+        if not self.tensor.is_pinned():
+            # Seen on some ROCm versions: success is reported and nothing is pinned.
+            runtime.cudaHostUnregister(self.tensor.data_ptr())
+            self.pin_reason = "registration reported success but the memory is not pinned"
+            return False
+        self.pinned, self.pin_reason = True, f"registered {self.nbytes} B"
+        return True
+
+    def close(self) -> None:
+        """Unpin and give the memory back to the system. Idempotent."""
+        if self._map is None:
+            return
+        if self.pinned:
+            torch.cuda.synchronize()
+            torch.cuda.cudart().cudaHostUnregister(self.tensor.data_ptr())
+            self.pinned = False
+        # Only the references go: views that somebody still holds keep the mapping alive, and it is unmapped with the last one.
+        self.tensor = torch.empty(0, dtype=torch.uint8)
+        self._map = None

@@ -1,0 +1,222 @@
+"""``SlotExpertRuntime``: lease, plan, copy, compute, release: one layer of one forward at a time."""
+
+from __future__ import annotations
+
+import logging
+import threading
+from collections.abc import Iterable
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+
+from airllm.experts.bank import HostBank
+from airllm.experts.compute import ApplyGate, Routing, gated_mlp
+from airllm.experts.decode_graphs import ExpertGraphs
+from airllm.experts.plan import PlanCounts, Step, plan_layer, waves
+from airllm.experts.policy import LruPolicy
+from airllm.experts.slots import SlotPool
+from airllm.experts.stats import Counters
+from airllm.experts.transfer import Transfer
+
+log = logging.getLogger(__name__)
+
+SHORT_SEQUENCE = 8
+"""Forwards with at most this many new tokens a sequence (decoding, or checking an assistant's guesses) cache every expert
+they use; longer ones are prompts and leave behind only what their last tokens used."""
+
+
+@dataclass(slots=True)
+class LayerCall:
+    """The arguments of one layer's forward, and the experts that must not be believed resident if it fails: those that were
+    not resident when it began and whose copy is not under way yet."""
+
+    layer: int
+    hidden: torch.Tensor
+    index: torch.Tensor
+    weights: torch.Tensor
+    apply_gate: ApplyGate
+    suspects: set[int] = field(default_factory=set)
+
+
+class SlotExpertRuntime:
+    """Serves the experts of all layers of one model from slots.
+
+    Args:
+        bank: every expert's bytes on the host.
+        pool: the device places.
+        transfer: how bytes get from one to the other.
+        top_k: experts a token is routed to.
+        layers: number of layers with experts.
+
+    One forward at a time; other threads wait. After any exception no lease survives, a place either holds what the table
+    says or is empty, and the exception goes on to the caller.
+    """
+
+    def __init__(self, bank: HostBank, pool: SlotPool, transfer: Transfer, *, top_k: int, layers: int) -> None:
+        self.bank, self.pool, self.transfer = bank, pool, transfer
+        self.top_k, self.layers = top_k, layers
+        self.num_experts = bank.layout.num_experts
+        self.policy = LruPolicy(pool.plan.slots)
+        self.counters = Counters()
+        self.graphs: ExpertGraphs | None = None
+        self._sources = bank.blocks()
+        self._batch, self._sequence = 1, 1
+        self._last_rows: torch.Tensor | None = None
+        self._lock = threading.RLock()
+
+    def begin_forward(self, batch: int, sequence: int, device: torch.device) -> None:
+        """Tell the runtime the shape of the forward that comes: ``batch`` sequences of ``sequence`` new tokens."""
+        self._batch, self._sequence = batch, sequence
+        self._last_rows = None
+        if sequence > SHORT_SEQUENCE:
+            self._last_rows = torch.arange(1, batch + 1, device=device) * sequence - 1
+
+    def run(
+        self, layer: int, hidden: torch.Tensor, index: torch.Tensor, weights: torch.Tensor, apply_gate: ApplyGate
+    ) -> torch.Tensor:
+        """The experts' part of one layer: ``hidden`` [T, H], ``index`` and ``weights`` [T, K]; gives [T, H].
+
+        A device that runs out of memory gets one more try with its caches emptied (counted in ``oom_retries``).
+        """
+        with self._lock:
+            try:
+                return self._run_once(LayerCall(layer, hidden, index, weights, apply_gate))
+            except torch.OutOfMemoryError:
+                self.counters.oom_retries += 1
+                torch.cuda.empty_cache()
+            return self._run_once(LayerCall(layer, hidden, index, weights, apply_gate))
+
+    def _run_once(self, call: LayerCall) -> torch.Tensor:
+        try:
+            return self._one_token(call) if call.hidden.shape[0] == 1 else self._many_tokens(call)
+        except BaseException:
+            self.counters.recoveries += 1
+            self.policy.recover(call.suspects)
+            raise
+        finally:
+            self.policy.release_all()
+
+    def _plan(self, call: LayerCall, experts: list[int], admit: set[int]) -> list[Step]:
+        first_key = call.layer * self.num_experts
+        call.suspects.update(key for e in experts if (key := first_key + e) not in self.policy)
+        counts, evictions = PlanCounts(), self.policy.evictions
+        steps = plan_layer(
+            self.policy,
+            first_key=first_key,
+            experts=experts,
+            admit=admit,
+            scratch=self.pool.plan.scratch,
+            keep_free=self.layers * self.top_k * self._batch,
+            counts=counts,
+        )
+        counters = self.counters
+        counters.hits += counts.hits
+        counters.misses += counts.misses
+        counters.bypasses += counts.bypasses
+        counters.evictions += self.policy.evictions - evictions
+        counters.prefill_skips += sum(1 for step in steps if not step.cached and step.expert not in admit)
+        return steps
+
+    def _copy(self, steps: Iterable[Step], call: LayerCall) -> None:
+        for step in steps:
+            if step.copy:
+                self.transfer.copy(self._sources[step.key], self.pool.blocks[step.place], step.place)
+                call.suspects.discard(step.key)
+                self.counters.h2d_copies += 1
+                self.counters.h2d_bytes += self.pool.plan.expert_bytes
+
+    def _one_token(self, call: LayerCall) -> torch.Tensor:
+        graphs = self._fitting_graphs(call)
+        if graphs is not None:
+            graphs.load(call.hidden, call.weights)  # enqueued before the read-back, so that it costs no waiting
+        total = torch.zeros_like(call.hidden) if graphs is None else graphs.total
+        chosen: list[int] = call.index.tolist()[0]  # the one read-back of the layer
+        experts = sorted({e for e in chosen if e != self.num_experts})
+        steps = self._plan(call, experts, set(experts))
+        self._copy(steps, call)
+        for step in steps:
+            self.transfer.wait(step.place)
+            for k in (k for k, e in enumerate(chosen) if e == step.expert):
+                if graphs is not None:
+                    graphs.replay(step.place, k)
+                else:
+                    result = gated_mlp(call.hidden, self.pool.views[step.place], call.apply_gate) * call.weights[:, k, None]
+                    total.add_(result.to(total.dtype))
+            self.transfer.done_reading(step.place)
+        return total if graphs is None else total.clone()
+
+    def _fitting_graphs(self, call: LayerCall) -> ExpertGraphs | None:
+        graphs = self.graphs
+        if graphs is None or call.hidden.dtype != graphs.row.dtype or call.weights.dtype != graphs.weights.dtype:
+            return None
+        return None if call.hidden.requires_grad else graphs
+
+    def _many_tokens(self, call: LayerCall) -> torch.Tensor:
+        tokens = call.hidden.shape[0]
+        total = torch.zeros_like(call.hidden)
+        if tokens == 0:
+            return total
+        last_rows = self._last_rows if tokens == self._batch * self._sequence else None
+        routing = Routing(call.index, self.num_experts, last_rows)
+        pending = waves(self._plan(call, routing.experts, routing.last_experts), self.pool.plan.scratch)
+        wave = next(pending, [])
+        self._copy(wave, call)
+        while wave:
+            following = next(pending, [])
+            self._compute_wave(wave, following, call, routing, total)
+            wave = following
+        return total
+
+    def _compute_wave(
+        self, wave: list[Step], following: list[Step], call: LayerCall, routing: Routing, total: torch.Tensor
+    ) -> None:
+        """Compute ``wave`` into ``total``. As soon as a scratch slot has been read, the copy of ``following`` that wants it
+        is enqueued, so that the link never waits for a whole wave; copies into slots go first, as nothing reads those yet."""
+        self._copy([step for step in following if step.cached], call)
+        by_place = {step.place: step for step in following if not step.cached}
+        for step in wave:
+            self.transfer.wait(step.place)
+            routing.add_expert(total, step.expert, call.hidden, call.weights, self.pool.views[step.place], call.apply_gate)
+            self.transfer.done_reading(step.place)
+            if step.place in by_place:
+                self._copy([by_place.pop(step.place)], call)
+        self._copy(by_place.values(), call)
+
+    def clear(self) -> None:
+        """Empty every slot; counters stay."""
+        with self._lock:
+            self.transfer.synchronize()
+            self.policy.clear()
+
+    def stats(self) -> dict[str, Any]:
+        """Sizes and counters under the names of the public statistics; see :class:`Counters` for what each counts."""
+        plan, counters = self.pool.plan, self.counters
+        return {
+            "capacity_bytes": plan.slot_bytes,
+            "allocated_cache_bytes": plan.slot_bytes,
+            "resident_bytes": len(self.policy) * plan.expert_bytes,
+            "resident_experts": len(self.policy),
+            "slot_count": plan.slots,
+            "scratch_slots": plan.scratch,
+            "scratch_bytes": plan.scratch_bytes,
+            "host_bank_bytes": self.bank.nbytes,
+            "host_bank_experts": self.bank.experts,
+            "host_bank_load_seconds": self.bank.load_seconds,
+            "host_bank_tensor_reads": self.bank.reads_at_load,
+            "host_bank_pinned": self.bank.pinned,
+            "host_bank_pin_reason": self.bank.pin_reason,
+            "pinned_staging_bytes": self.transfer.staging_bytes,
+            "generation_disk_expert_reads": self.bank.reads_since_load,
+            "budget_reason": plan.reason,
+            **vars(counters),
+        }
+
+    def close(self) -> None:
+        """Give device and host memory back. Idempotent."""
+        with self._lock:
+            self.transfer.close()
+            self.graphs = None
+            self._sources = ()
+            self.policy.clear()
+            self.bank.close()

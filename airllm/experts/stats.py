@@ -1,0 +1,31 @@
+"""Counters of the expert cache and what each of them means. All measured; what is unknown is None."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, fields
+
+
+@dataclass
+class Counters:
+    """Events since the last reset.
+
+    hits/misses: routed experts of a layer's forward found / not found in a slot (an expert counts once a layer a forward,
+    however many tokens chose it). evictions: experts that lost their slot. bypasses: misses that went through scratch.
+    prefill_skips: misses of prompt tokens that were kept out of the cache although they took a copy. oom_retries: forwards
+    repeated after the device ran out of memory. h2d_copies, h2d_bytes: expert copies from the bank to the device.
+    recoveries: forwards that ended in an exception and were cleaned up after.
+    """
+
+    hits: int = 0
+    misses: int = 0
+    evictions: int = 0
+    bypasses: int = 0
+    prefill_skips: int = 0
+    oom_retries: int = 0
+    h2d_copies: int = 0
+    h2d_bytes: int = 0
+    recoveries: int = 0
+
+    def reset(self) -> None:
+        for field in fields(self):
+            setattr(self, field.name, 0)

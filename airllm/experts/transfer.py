@@ -1,0 +1,93 @@
+"""Bank to slot: the only file of the package's expert path that touches streams and events.
+
+Two edges keep a place on the device right: the copy into it waits for its last reader (``begin``), and the reader waits for
+the copy (``wait``). The synchronous twin serves the CPU.
+"""
+
+from __future__ import annotations
+
+from typing import Protocol
+
+import torch
+
+
+class Transfer(Protocol):
+    """Copies expert blocks; one call of ``copy`` is one copy."""
+
+    staging_bytes: int
+
+    def copy(self, source: torch.Tensor, target: torch.Tensor, place: int) -> None:
+        """Start copying ``source`` (host) to ``target`` (device memory of ``place``), after the last reader of ``place``."""
+
+    def wait(self, place: int) -> None:
+        """What is enqueued from now on may read ``place``."""
+
+    def done_reading(self, place: int) -> None:
+        """What was enqueued until now is the last reader of ``place``."""
+
+    def synchronize(self) -> None:
+        """Return when no copy is under way."""
+
+    def close(self) -> None: ...
+
+
+class SyncTransfer:
+    """The CPU twin: a copy is finished when the call returns, so every edge holds by itself."""
+
+    staging_bytes = 0
+
+    def copy(self, source: torch.Tensor, target: torch.Tensor, place: int) -> None:
+        target.copy_(source)
+
+    def wait(self, place: int) -> None:
+        pass
+
+    def done_reading(self, place: int) -> None:
+        pass
+
+    def synchronize(self) -> None:
+        pass
+
+    def close(self) -> None:
+        pass
+
+
+class StreamTransfer:
+    """Copies on a stream of their own, so that they run beside arithmetic. ``places`` counts slots and scratch.
+
+    Events are made once per place and recorded again and again; waiting for one that was never recorded is a no-op.
+    """
+
+    staging_bytes = 0
+
+    def __init__(self, places: int, device: torch.device) -> None:
+        self.device = device
+        self._stream = torch.cuda.Stream(device)
+        self._copied = [torch.cuda.Event() for _ in range(places)]
+        self._read = [torch.cuda.Event() for _ in range(places)]
+        self._ready_for: list[int | None] = [None] * places  # stream that has already waited for the copy
+
+    def copy(self, source: torch.Tensor, target: torch.Tensor, place: int) -> None:
+        self._stream.wait_event(self._read[place])
+        self._ready_for[place] = None
+        with torch.cuda.stream(self._stream):
+            self._move(source, target)
+        self._copied[place].record(self._stream)
+
+    def _move(self, source: torch.Tensor, target: torch.Tensor) -> None:
+        target.copy_(source, non_blocking=True)
+
+    def wait(self, place: int) -> None:
+        current = torch.cuda.current_stream(self.device)
+        if self._ready_for[place] != current.cuda_stream:
+            current.wait_event(self._copied[place])
+            self._ready_for[place] = current.cuda_stream
+
+    def done_reading(self, place: int) -> None:
+        self._read[place].record(torch.cuda.current_stream(self.device))
+
+    def synchronize(self) -> None:
+        self._stream.synchronize()
+
+    def close(self) -> None:
+        self._stream.synchronize()

@@ -1,0 +1,97 @@
+"""Plans: no leased victim, no place used twice in a wave, ascending experts, a prompt that leaves decoding its experts."""
+
+from __future__ import annotations
+
+import random
+
+import pytest
+
+from airllm.experts.plan import PlanCounts, plan_layer, waves
+from airllm.experts.policy import LruPolicy
+
+
+def check_steps(steps, experts, policy, scratch, first_key):
+    assert [s.expert for s in steps] == sorted(experts), "every expert once, in ascending order"
+    slots_used = [s.place for s in steps if s.cached]
+    assert len(set(slots_used)) == len(slots_used), "a slot serves one expert a layer"
+    table = policy.residents()
+    for step in steps:
+        if step.cached:
+            assert table[first_key + step.expert] == step.place, "what is planned as cached is still in the table at the end"
+        else:
+            assert step.copy and policy.slots <= step.place < policy.slots + scratch
+    for wave in waves(steps, scratch):
+        places = [s.place for s in wave]
+        assert len(set(places)) == len(places) <= policy.slots + scratch
+    assert [s for w in waves(steps, scratch) for s in w] == steps
+
+
+@pytest.mark.parametrize("slots", [2, 3, 5, 8, 30])
+def test_random_forwards_keep_every_rule(slots):
+    draw, policy = random.Random(slots), LruPolicy(slots)
+    num_experts, layers = 8, 3
+    scratch = 0 if slots >= num_experts * layers else 2
+    for _ in range(3000):
+        layer = draw.randrange(layers)
+        experts = sorted(draw.sample(range(num_experts), draw.randrange(0, num_experts + 1)))
+        admit = set(draw.sample(experts, draw.randrange(0, len(experts) + 1)))
+        counts, resident = PlanCounts(), set(policy.residents())
+        steps = plan_layer(
+            policy,
+            first_key=layer * num_experts,
+            experts=experts,
+            admit=admit,
+            scratch=scratch,
+            keep_free=draw.randrange(0, 4),
+            counts=counts,
+        )
+        check_steps(steps, experts, policy, scratch, layer * num_experts)
+        policy.check()
+        hits = {s.expert for s in steps if not s.copy}
+        assert hits == {e for e in experts if layer * num_experts + e in resident}, "a resident expert is a hit, wherever it stands"
+        assert counts.hits + counts.misses == len(experts)
+        assert counts.bypasses == sum(not s.cached for s in steps)
+        policy.release_all()
+
+
+def test_a_later_hit_is_not_evicted_by_an_earlier_miss():
+    policy = LruPolicy(2)
+    policy.admit(6), policy.admit(7)
+    policy.release_all()
+    steps = plan_layer(policy, first_key=0, experts=[0, 1, 6, 7], admit={0, 1, 6, 7}, scratch=2)
+    assert [(s.expert, s.copy, s.cached) for s in steps] == [
+        (0, True, False),
+        (1, True, False),
+        (6, False, True),
+        (7, False, True),
+    ]
+
+
+def test_a_prompt_leaves_behind_only_what_its_last_tokens_used():
+    policy = LruPolicy(4)
+    policy.admit(100), policy.admit(101), policy.admit(102)
+    policy.release_all()
+    steps = plan_layer(policy, first_key=0, experts=list(range(8)), admit={3, 5}, scratch=2, keep_free=4)
+    assert {s.expert for s in steps if s.cached} == {3, 5}
+    assert set(policy.residents()) == {101, 102, 3, 5}
+
+
+def test_free_slots_beyond_the_reserve_take_prompt_experts_as_first_victims():
+    policy = LruPolicy(6)
+    plan_layer(policy, first_key=0, experts=[0, 1, 2, 3], admit={3}, scratch=2, keep_free=4)
+    policy.release_all()
+    assert set(policy.residents()) == {0, 1, 3}
+    for key in range(50, 55):
+        policy.admit(key)
+    assert 3 in policy and 0 not in policy and 1 not in policy
+
+
+def test_a_model_that_fits_whole_needs_no_scratch():
+    policy = LruPolicy(8)
+    steps = plan_layer(policy, first_key=0, experts=list(range(8)), admit=set(), scratch=0, keep_free=100)
+    assert all(s.cached for s in steps)
+
+
+def test_no_routed_expert_gives_no_step_and_no_wave():
+    assert plan_layer(LruPolicy(2), first_key=0, experts=[], admit=set(), scratch=2) == []
+    assert list(waves([], 2)) == []
