@@ -51,12 +51,7 @@ class CheckpointIndex(Mapping[str, TensorEntry]):
         if not root.is_dir():
             raise CheckpointError(f"{root} is not a folder: give the folder that holds config.json and the weights")
         paths, weight_map = _weight_files(root)
-        missing = [path.name for path in paths if not path.exists()]
-        if missing:
-            raise CheckpointError(
-                f"{root}: {len(missing)} of {len(paths)} weight files are missing: {_some(missing)}: "
-                "download the checkpoint again"
-            )
+        refuse_missing(root, paths)
         headers = [read_header(path) for path in paths]
         return cls(root, headers, _merge(root, headers, weight_map))
 
@@ -92,7 +87,18 @@ def has_bin_weights(folder: str | os.PathLike[str]) -> bool:
     return any(root.glob("pytorch_model*.bin"))
 
 
-def _some(names: Sequence[str], limit: int = 8) -> str:
+def refuse_missing(root: Path, paths: Sequence[Path]) -> None:
+    """Raise CheckpointError listing those of ``paths`` that are not there."""
+    missing = [path.name for path in paths if not path.exists()]
+    if missing:
+        raise CheckpointError(
+            f"{root}: {len(missing)} of {len(paths)} weight files are missing: {some(missing)}: "
+            "download the checkpoint again"
+        )
+
+
+def some(names: Sequence[str], limit: int = 8) -> str:
+    """The first few names, for an error message."""
     return ", ".join(names[:limit]) + (f" and {len(names) - limit} more" if len(names) > limit else "")
 
 
@@ -104,7 +110,7 @@ def _weight_files(root: Path) -> tuple[list[Path], dict[str, str] | None]:
     if (root / SINGLE_FILE).exists() or (root / SINGLE_FILE).is_symlink():
         return [root / SINGLE_FILE], None
     if (root / INDEX_FILE).exists():
-        weight_map = _read_index(root / INDEX_FILE)
+        weight_map = read_index(root / INDEX_FILE, ".safetensors")
         return [root / name for name in sorted(set(weight_map.values()))], weight_map
     found = sorted(root.glob("*.safetensors"))
     if not found or has_bin_weights(root):
@@ -112,7 +118,7 @@ def _weight_files(root: Path) -> tuple[list[Path], dict[str, str] | None]:
     if len(found) == 1 and not _SHARD.search(found[0].name):
         return found, None
     raise CheckpointError(
-        f"{root} has {len(found)} safetensors files ({_some([path.name for path in found])}) but no {INDEX_FILE} that "
+        f"{root} has {len(found)} safetensors files ({some([path.name for path in found])}) but no {INDEX_FILE} that "
         f"says which tensors they must hold: download {INDEX_FILE} too"
     )
 
@@ -129,13 +135,13 @@ def _split_files(root: Path, markers: Sequence[Path]) -> list[Path]:
     unfinished = sorted({path.name for path in root.glob("*.safetensors")} - {path.name for path in paths})
     if unfinished:
         raise CheckpointError(
-            f"{root}: the split was not finished, no {DONE} marker for {_some(unfinished)}: split the checkpoint again"
+            f"{root}: the split was not finished, no {DONE} marker for {some(unfinished)}: split the checkpoint again"
         )
     return paths
 
 
-def _read_index(path: Path) -> dict[str, str]:
-    """The weight_map of an index.json, with every file name proved to stay inside the folder."""
+def read_index(path: Path, suffix: str) -> dict[str, str]:
+    """The weight_map (tensor -> file) of an index.json, every file name proved to end so and to stay in the folder."""
     try:
         content = json.loads(path.read_bytes().decode("utf-8"))
     except OSError as error:
@@ -147,19 +153,19 @@ def _read_index(path: Path) -> dict[str, str]:
     if not isinstance(weight_map, dict) or not weight_map:
         raise CheckpointError(f"{path} has no weight_map: {DOWNLOAD_AGAIN}")
     for tensor, name in weight_map.items():
-        if not isinstance(name, str) or not _stays_inside(name):
+        if not isinstance(name, str) or not _stays_inside(name, suffix):
             raise CheckpointError(
-                f"{path}: tensor {tensor} is said to be in {name!r}, not a .safetensors file of this folder: "
+                f"{path}: tensor {tensor} is said to be in {name!r}, not a {suffix} file of this folder: "
                 "do not trust this checkpoint"
             )
     return weight_map
 
 
-def _stays_inside(name: str) -> bool:
+def _stays_inside(name: str, suffix: str) -> bool:
     plain = PurePosixPath(name)
     if plain.is_absolute() or ".." in plain.parts or any(sign in name for sign in "\\:\0"):
         return False
-    return name.endswith(".safetensors")
+    return name.endswith(suffix)
 
 
 def _merge(root: Path, headers: Sequence[FileHeader], weight_map: Mapping[str, str] | None) -> dict[str, TensorEntry]:
@@ -177,7 +183,7 @@ def _merge(root: Path, headers: Sequence[FileHeader], weight_map: Mapping[str, s
     absent = [f"{name} ({file})" for name, file in (weight_map or {}).items() if name not in table]
     if absent:
         raise CheckpointError(
-            f"{root}: {len(absent)} tensors that {INDEX_FILE} names are not in their files: {_some(absent)}: "
+            f"{root}: {len(absent)} tensors that {INDEX_FILE} names are not in their files: {some(absent)}: "
             "download the checkpoint again"
         )
     return table

@@ -106,9 +106,9 @@ def build_header(tensors: Iterable[tuple[str, torch.dtype, tuple[int, ...]]], me
 
 
 def _header_length(path: Path, start: bytes, size: int) -> int:
-    if size == 0:
-        raise CheckpointError(f"{path} is empty (0 B): {DOWNLOAD_AGAIN}")
-    _refuse_other_formats(path, start, size)
+    refuse_placeholder(path, start, size)
+    if start.startswith(b"PK\x03\x04"):
+        raise CheckpointError(f"{path} ({size} B) is a zip archive (a torch .bin?), not safetensors: {DOWNLOAD_AGAIN}")
     if size < 8:
         raise CheckpointError(f"{path} holds {size} B, too few for a safetensors header: {DOWNLOAD_AGAIN}")
     length = int.from_bytes(start[:8], "little")
@@ -125,8 +125,13 @@ def _header_length(path: Path, start: bytes, size: int) -> int:
     return length
 
 
-def _refuse_other_formats(path: Path, start: bytes, size: int) -> None:
-    """Name what stands in the place of the weights when it is something that people really meet there."""
+def refuse_placeholder(path: Path, start: bytes, size: int) -> None:
+    """Name what stands in the place of the weights when it is something that people really meet there.
+
+    ``start`` is the beginning of the file. Raises CheckpointError for a git-lfs pointer, a web page or an empty file.
+    """
+    if size == 0:
+        raise CheckpointError(f"{path} is empty (0 B): {DOWNLOAD_AGAIN}")
     if start.startswith(b"version https://git-lfs"):
         promised = next((line[5:] for line in start.decode("ascii", "replace").split("\n") if line[:5] == "size "), "?")
         raise CheckpointError(
@@ -137,8 +142,6 @@ def _refuse_other_formats(path: Path, start: bytes, size: int) -> None:
         raise CheckpointError(
             f"{path} ({size} B) is a web page, not weights: {DOWNLOAD_AGAIN} (from its download link, not its page)"
         )
-    if start.startswith(b"PK\x03\x04"):
-        raise CheckpointError(f"{path} ({size} B) is a zip archive (a torch .bin?), not safetensors: {DOWNLOAD_AGAIN}")
 
 
 def _parse_json(path: Path, raw: bytes) -> dict[str, Any]:
