@@ -1,0 +1,350 @@
+"""The only module that touches private names of transformers.
+
+Everything here follows ``PreTrainedModel.from_pretrained`` step by step, with transformers' own functions, so that what
+airllm loads is what transformers would load. The names used are the same in transformers 5.8 to 5.24; `self_test`
+proves that for the installed release.
+"""
+
+from __future__ import annotations
+
+import copy
+import os
+import tempfile
+import threading
+from collections.abc import Iterable, Mapping, Sequence
+from types import SimpleNamespace
+from typing import Any
+
+import torch
+import transformers
+from torch import nn
+from transformers import AutoModelForCausalLM, PretrainedConfig, PreTrainedModel, core_model_loading
+from transformers.conversion_mapping import get_model_conversion_mapping
+from transformers.monkey_patching import patch_output_recorders
+
+from airllm.errors import AirLLMError, UnsupportedModelError
+
+# Building under transformers' contexts sets torch's default dtype and patches its initialisers, for the whole process.
+_build_lock = threading.RLock()
+
+
+# --- the model without its weights ------------------------------------------------------------------------------------
+
+
+def causal_lm_class(
+    config: PretrainedConfig, folder: str | os.PathLike[str] | None, trust_remote_code: bool
+) -> tuple[type[PreTrainedModel], PretrainedConfig]:
+    """The class ``AutoModelForCausalLM.from_pretrained`` would pick, and the configuration that class wants.
+
+    A configuration class that transformers knows always gets transformers' own model, whatever ``auto_map`` says.
+    """
+    from transformers.models.auto import auto_factory
+
+    mapping = AutoModelForCausalLM._model_mapping
+    if type(config) in mapping:
+        cls = auto_factory._get_model_class(config, mapping)
+        text_config = config.sub_configs.get("text_config")
+        if text_config is not None and getattr(cls, "config_class", None) is text_config:
+            config = config.get_text_config()
+        return cls, config
+    reference = (getattr(config, "auto_map", None) or {}).get("AutoModelForCausalLM")
+    if reference is None or not trust_remote_code or folder is None:
+        raise UnsupportedModelError(
+            f"transformers {transformers.__version__} has no causal language model for {type(config).__name__} "
+            f"(model_type {config.model_type!r})"
+            + ("; the checkpoint brings its own code: pass trust_remote_code=True if you trust it" if reference else "")
+        )
+    from transformers.dynamic_module_utils import get_class_from_dynamic_module
+
+    cls = get_class_from_dynamic_module(reference, str(folder))
+    return auto_factory.add_generation_mixin_to_remote_model(cls), config
+
+
+def build_on_meta(cls: type[PreTrainedModel], config: PretrainedConfig, dtype: torch.dtype) -> PreTrainedModel:
+    """An instance of ``cls`` in evaluation mode: parameters and persistent buffers on meta, other buffers filled in.
+
+    Weights are left untied, as in ``from_pretrained``, until `tie` is called.
+    """
+    with _build_lock:
+        contexts = cls.get_init_context(dtype, False, False, False)
+        with transformers.utils.generic.ContextManagers(contexts):
+            model = cls(config)
+            patch_output_recorders(model)
+        _fill_own_buffers(model)
+    return model.eval()
+
+
+def _fill_own_buffers(model: PreTrainedModel) -> None:
+    """Give the non-persistent buffers (rotary frequencies, masks) memory and the values transformers computes."""
+    for tensor in model.state_dict(keep_vars=True).values():
+        if isinstance(tensor, torch.Tensor):
+            tensor._is_hf_initialized = True  # type: ignore[attr-defined]
+    for name, buffer in list(model.named_non_persistent_buffers()):
+        _replace(model, name, torch.empty_like(buffer, device="cpu"))
+    _initialise(model)
+
+
+def fill_missing(model: PreTrainedModel, names: Iterable[str]) -> None:
+    """Initialise tensors that the checkpoint may leave out, as transformers would; they become real CPU tensors."""
+    for name in names:
+        owner, _, leaf = name.rpartition(".")
+        tensor = model.get_parameter_or_buffer(name)
+        _replace(model, name, torch.empty_like(tensor, device="cpu"))
+        module = model.get_submodule(owner)
+        while True:  # the initialiser of a parent module may be the one that fills it
+            module._is_hf_initialized = False  # type: ignore[assignment]
+            if not owner:
+                break
+            owner = owner.rpartition(".")[0]
+            module = model.get_submodule(owner)
+    with _build_lock:
+        _initialise(model)
+
+
+def _initialise(model: Any) -> None:
+    """Run transformers' initialisers on every tensor that is not marked as initialised."""
+    model.initialize_weights()
+
+
+def _replace(model: nn.Module, name: str, tensor: torch.Tensor) -> None:
+    owner, _, leaf = name.rpartition(".")
+    module = model.get_submodule(owner)
+    is_buffer = leaf in module._buffers
+    setattr(module, leaf, tensor if is_buffer else nn.Parameter(tensor, requires_grad=False))
+
+
+def load_generation_config(model: PreTrainedModel, folder: str | os.PathLike[str], trust_remote_code: bool) -> None:
+    """``generation_config.json`` where the folder has one, else what ``config.json`` says, as ``from_pretrained`` does.
+
+    With ``trust_remote_code`` a ``custom_generate`` folder in the checkpoint replaces ``model.generate``.
+    """
+    if not (model.can_generate() and hasattr(model, "adjust_generation_fn")):
+        return
+    model.adjust_generation_fn(
+        None,
+        False,
+        None,
+        str(folder),
+        cache_dir=None,
+        force_download=False,
+        proxies=None,
+        local_files_only=True,
+        token=None,
+        revision=None,
+        subfolder="",
+        trust_remote_code=trust_remote_code,
+    )
+
+
+# --- dtypes -----------------------------------------------------------------------------------------------------------
+
+
+class DtypePlan:
+    """The dtype each tensor of the model is loaded in: the model's, except what its class keeps in float32."""
+
+    def __init__(self, model: PreTrainedModel, dtype: torch.dtype) -> None:
+        self._plan: dict[str, torch.dtype] = model._get_dtype_plan(dtype)
+        if self._plan:
+            self._pattern, self._names, _ = core_model_loading.build_glob_alternation(list(self._plan))
+
+    def of(self, name: str, on_meta: torch.Tensor) -> torch.dtype:
+        """``name`` is the model's name, ``on_meta`` the tensor the model was built with."""
+        if self._plan and (match := self._pattern.search(name)) is not None:
+            return self._plan[self._names[match.lastgroup or ""]]
+        return on_meta.dtype
+
+
+# --- names ------------------------------------------------------------------------------------------------------------
+
+natural_key = core_model_loading.dot_natural_key
+"""Sort key in which transformers reads a checkpoint: experts come in the order of their numbers."""
+
+
+class Conversions:
+    """transformers' renamings and converters for one model, applied to checkpoint keys.
+
+    Some renamings remember which keys they have seen, so keys must be passed once each, in the order of `natural_key`.
+    """
+
+    def __init__(self, model: PreTrainedModel, wanted: dict[str, torch.Tensor]) -> None:
+        self._model = model
+        self._prefix = model.base_model_prefix
+        self._wanted = wanted
+        mapping = get_model_conversion_mapping(model)
+        self._renamings = [entry for entry in mapping if isinstance(entry, core_model_loading.WeightRenaming)]
+        self._converters = [entry for entry in mapping if isinstance(entry, core_model_loading.WeightConverter)]
+        self._by_pattern = {pattern: entry for entry in self._converters for pattern in entry.source_patterns}
+
+    def rename(self, key: str) -> tuple[str, str | None]:
+        """Checkpoint key -> (name in the model, source pattern of the converter it goes through or None).
+
+        The name is not in the model when the key is not wanted. With a converter the name is that of its first target.
+        """
+        name, pattern = core_model_loading.rename_source_key(
+            key, self._renamings, self._converters, self._prefix, self._wanted
+        )
+        if name not in self._wanted and key in self._wanted:  # already in the model's own naming
+            name, pattern = core_model_loading.rename_source_key(key, [], [], self._prefix, self._wanted)
+        return name, pattern
+
+    def converter(self, pattern: str) -> Any:
+        """The converter with this source pattern."""
+        return self._by_pattern[pattern]
+
+    def convert(
+        self, converter: Any, target: str, sources: Mapping[str, Sequence[torch.Tensor]]
+    ) -> dict[str, torch.Tensor]:
+        """Run ``converter`` on tensors listed by source pattern; returns the model's names with their tensors."""
+        # A converter keeps what it collects, so each conversion gets a converter of its own, as in transformers.
+        own = copy.deepcopy(converter)
+        for pattern, tensors in sources.items():
+            for tensor in tensors:
+                own.add_tensor(target, pattern, pattern, tensor)
+        made = own.convert(target, model=self._model, config=self._model.config)
+        return {name: value[0] if isinstance(value, list) else value for name, value in made.items()}
+
+
+def layout_of(converter: Any) -> str | None:
+    """How a converter arranges bytes, if it only arranges them.
+
+    ``"stack"``: source e becomes target[e]. ``"stack_join"``: the sources numbered e fill the rows of target[e], in the
+    order of the source patterns. ``"join"``: the sources fill the rows of the target. None: anything else.
+    """
+    ops = converter.operations
+    if len(converter.target_patterns) != 1:
+        return None
+    kinds = [(type(op), getattr(op, "dim", None), getattr(op, "num_shards_attribute", None)) for op in ops]
+    stack = (core_model_loading.MergeModulelist, 0, None)
+    if kinds == [stack]:
+        return "stack" if len(converter.source_patterns) == 1 else None
+    if kinds == [stack, (core_model_loading.Concatenate, 1, None)]:
+        return "stack_join"
+    if kinds == [(core_model_loading.Concatenate, 0, None)]:
+        return "join"
+    return None
+
+
+def not_reported(model: PreTrainedModel, missing: set[str], unexpected: set[str]) -> tuple[set[str], set[str]]:
+    """Drop the names that the model class declares harmless; both sets hold names as the model would spell them."""
+    info: Any = SimpleNamespace(missing_keys=set(missing), unexpected_keys=set(unexpected))
+    model._adjust_missing_and_unexpected_keys(info)
+    return info.missing_keys, info.unexpected_keys
+
+
+# --- tied weights -----------------------------------------------------------------------------------------------------
+
+
+def tied_groups(model: PreTrainedModel) -> list[set[str]]:
+    """Sets of names that share one tensor. A checkpoint needs to hold only one of each set."""
+    groups: dict[str, set[str]] = {}
+    for target, source in model.all_tied_weights_keys.items():
+        groups.setdefault(source, {source}).add(target)
+    return list(groups.values())
+
+
+def tie(model: PreTrainedModel, missing: set[str]) -> None:
+    """Tie the weights as ``from_pretrained`` does: from the tensor that was loaded to those in ``missing``.
+
+    Where both were loaded and differ they stay apart, and transformers says so.
+    """
+    model.tie_weights(missing_keys=set(missing), recompute_mapping=False)
+
+
+# --- experts ----------------------------------------------------------------------------------------------------------
+
+
+def expert_modules(model: nn.Module) -> list[tuple[str, nn.Module]]:
+    """The fused experts modules: those of a class under transformers' experts interface, with a 3-D parameter."""
+    return [
+        (name, module)
+        for name, module in model.named_modules()
+        if hasattr(type(module), "_apply_gate") and any(p.dim() == 3 for p in module.parameters(recurse=False))
+    ]
+
+
+# --- self test --------------------------------------------------------------------------------------------------------
+
+
+def self_test() -> None:
+    """Load a random two-layer mixture of experts through this module and compare it bit for bit with transformers.
+
+    Raises:
+        AirLLMError: the installed transformers does not behave as this module expects; names the first difference.
+    """
+    from safetensors.torch import load_file
+
+    with tempfile.TemporaryDirectory() as folder:
+        _tiny_model().save_pretrained(folder)
+        reference = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.bfloat16, experts_implementation="eager")
+        stored = load_file(os.path.join(folder, "model.safetensors"))
+        config = copy.deepcopy(reference.config)
+        cls, config = causal_lm_class(config, folder, False)
+        model = build_on_meta(cls, config, torch.bfloat16)
+        _load_in_memory(model, stored)
+        load_generation_config(model, folder, False)
+    tie(model, {name for name, tensor in model.state_dict().items() if tensor.is_meta})
+    _compare(model, reference)
+
+
+def _tiny_model() -> PreTrainedModel:
+    from transformers import MixtralConfig
+
+    config = MixtralConfig(
+        vocab_size=64,
+        hidden_size=16,
+        intermediate_size=24,
+        num_hidden_layers=2,
+        num_attention_heads=2,
+        num_key_value_heads=1,
+        head_dim=12,
+        num_local_experts=3,
+        num_experts_per_tok=2,
+        tie_word_embeddings=True,
+    )
+    with _build_lock, torch.random.fork_rng(devices=[]):
+        torch.manual_seed(0)
+        return AutoModelForCausalLM.from_config(config)
+
+
+def _load_in_memory(model: PreTrainedModel, stored: Mapping[str, torch.Tensor]) -> None:
+    wanted = model.state_dict()
+    conversions = Conversions(model, wanted)
+    plan = DtypePlan(model, torch.bfloat16)
+    through: dict[str, tuple[Any, dict[str, list[torch.Tensor]]]] = {}
+    for key in sorted(stored, key=natural_key):
+        name, pattern = conversions.rename(key)
+        if name not in wanted:
+            raise AirLLMError(f"self test: transformers {transformers.__version__} has no place for {key}")
+        tensor = stored[key].to(plan.of(name, wanted[name]))
+        if pattern is None:
+            _replace(model, name, tensor)
+        else:
+            through.setdefault(name, (conversions.converter(pattern), {}))[1].setdefault(pattern, []).append(tensor)
+    if not through or any(layout_of(converter) is None for converter, _ in through.values()):
+        raise AirLLMError(f"self test: the expert layout of transformers {transformers.__version__} is not known")
+    for name, (converter, sources) in through.items():
+        for made, tensor in conversions.convert(converter, name, sources).items():
+            _replace(model, made, tensor)
+
+
+def _compare(model: PreTrainedModel, reference: PreTrainedModel) -> None:
+    ours = dict(model.named_parameters()) | dict(model.named_buffers())
+    theirs = dict(reference.named_parameters()) | dict(reference.named_buffers())
+    differing = sorted(ours.keys() ^ theirs.keys())
+    for name in ours.keys() & theirs.keys():
+        if ours[name].dtype != theirs[name].dtype or not torch.equal(ours[name], theirs[name]):
+            differing.append(name)
+    ids = torch.arange(7)[None]
+    if not differing:
+        with torch.no_grad():
+            if not torch.equal(model(ids).logits, reference(ids).logits):
+                differing.append("logits")
+    if model.generation_config.to_dict() != reference.generation_config.to_dict():
+        differing.append("generation_config")
+    if not expert_modules(model):
+        differing.append("no experts module found")
+    if differing:
+        raise AirLLMError(
+            f"self test: transformers {transformers.__version__} loads differently: {', '.join(differing)}. "
+            "Install a release between 5.8 and 5.24."
+        )

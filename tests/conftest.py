@@ -1,0 +1,33 @@
+from __future__ import annotations
+
+import os
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+os.environ.setdefault("HF_HUB_OFFLINE", "1")  # before anything imports the hub client
+os.environ.setdefault("HF_HUB_DISABLE_PROGRESS_BARS", "1")
+
+import pytest
+import torch
+
+torch.set_num_threads(2)
+
+
+@pytest.fixture(scope="session")
+def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Callable[..., Path]:
+    """``checkpoint("phimoe", dtype=..., shards=...)``: the folder of a tiny random checkpoint, built once a session.
+
+    The folders are shared: a test that changes one must copy it first.
+    """
+    import families
+
+    made: dict[str, Path] = {}
+
+    def build(family: str, **options: Any) -> Path:
+        key = repr((family, sorted(options.items())))
+        if key not in made:
+            made[key] = families.make_checkpoint(family, tmp_path_factory.mktemp(family), **options)
+        return made[key]
+
+    return build
