@@ -31,6 +31,10 @@ READ_CHUNK_BYTES = 1 << 26  # Linux caps one read at 2 GiB; smaller pieces also 
 _SHARD = re.compile(r"-\d{5}-of-(\d{5})\.safetensors$")
 
 
+class MissingWeightsError(CheckpointError):
+    """No weights, or some of their files, are there (as opposed to damaged ones)."""
+
+
 class CheckpointIndex(Mapping[str, TensorEntry]):
     """Every tensor of one checkpoint folder, each in a file that was proved whole."""
 
@@ -38,7 +42,7 @@ class CheckpointIndex(Mapping[str, TensorEntry]):
         self.folder = folder
         self.files: tuple[Path, ...] = tuple(header.path for header in headers)
         self.total_bytes: int = sum(entry.nbytes for entry in entries.values())
-        self._headers = tuple(headers)
+        self.headers: tuple[FileHeader, ...] = tuple(headers)
         self._entries = dict(entries)
 
     @classmethod
@@ -57,14 +61,7 @@ class CheckpointIndex(Mapping[str, TensorEntry]):
 
     def identity(self) -> dict[str, dict[str, Any]]:
         """What ties a derived file to this source: size, header hash and modification time of every file."""
-        return {
-            header.path.relative_to(self.folder).as_posix(): {
-                "size": header.size,
-                "header_sha256": header.header_sha256,
-                "mtime_ns": header.mtime_ns,
-            }
-            for header in self._headers
-        }
+        return {header.path.relative_to(self.folder).as_posix(): header.identity() for header in self.headers}
 
     def __getitem__(self, name: str) -> TensorEntry:
         return self._entries[name]
@@ -91,7 +88,7 @@ def refuse_missing(root: Path, paths: Sequence[Path]) -> None:
     """Raise CheckpointError listing those of ``paths`` that are not there."""
     missing = [path.name for path in paths if not path.exists()]
     if missing:
-        raise CheckpointError(
+        raise MissingWeightsError(
             f"{root}: {len(missing)} of {len(paths)} weight files are missing: {some(missing)}: "
             "download the checkpoint again"
         )
@@ -114,7 +111,7 @@ def _weight_files(root: Path) -> tuple[list[Path], dict[str, str] | None]:
         return [root / name for name in sorted(set(weight_map.values()))], weight_map
     found = sorted(root.glob("*.safetensors"))
     if not found or has_bin_weights(root):
-        raise CheckpointError(_no_weights(root))
+        raise MissingWeightsError(_no_weights(root))
     if len(found) == 1 and not _SHARD.search(found[0].name):
         return found, None
     raise CheckpointError(
@@ -242,7 +239,7 @@ class TensorReader:
             raise ValueError(f"{entry.name}: bytes {byte_offset}+{length} lie outside its {entry.nbytes} B")
         if length == 0:
             return
-        view = memoryview(out.detach().reshape(-1).view(torch.uint8).numpy())
+        view = memoryview(out.detach().reshape(-1).view(torch.uint8).numpy().data)
         file = self._acquire(entry.path)
         count = 0
         try:

@@ -99,7 +99,7 @@ def _download(name: str, revision: str | None, cache_dir: str | None, token: str
     from huggingface_hub.errors import HfHubHTTPError, RevisionNotFoundError
 
     # The hub client has changed its HTTP library twice; the bases of its own error are that library's and OSError.
-    failures = (OSError, *HfHubHTTPError.__bases__)
+    failures: tuple[type[Exception], ...] = (OSError, *HfHubHTTPError.__bases__)
     try:
         # Not list_repo_files: that one repeats a failed connection for half a minute before the cache gets its turn.
         info = huggingface_hub.HfApi(token=token).model_info(name, revision=revision, timeout=ANSWER_TIMEOUT_S)

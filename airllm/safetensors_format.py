@@ -58,6 +58,10 @@ class FileHeader:
     header_sha256: str
     mtime_ns: int
 
+    def identity(self) -> dict[str, Any]:
+        """What a file derived from this one remembers of it."""
+        return {"size": self.size, "header_sha256": self.header_sha256, "mtime_ns": self.mtime_ns}
+
 
 def read_header(path: Path) -> FileHeader:
     """Parse the header of ``path`` and prove that the file holds exactly what it promises.
