@@ -1,0 +1,413 @@
+"""The public model class: wires the rooms together and hands out what AirLLM's users expect to find on it."""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import os
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+from tqdm.auto import tqdm
+from transformers import AutoTokenizer, GenerationConfig, PretrainedConfig, PreTrainedModel
+
+from airllm import guard
+from airllm.checkpoint import CheckpointIndex, TensorReader, has_bin_weights
+from airllm.compression import open_compressed
+from airllm.errors import CheckpointError, UnsupportedModelError
+from airllm.layer_files import find_or_create_split, split_folder
+from airllm.locate import locate
+from airllm.options import DEFAULT_DEVICE, Options, parse_options
+from airllm.profiler import LayeredProfiler
+from airllm.skeleton import (
+    assert_no_meta,
+    build_skeleton,
+    decoder_layers,
+    load_config,
+    load_resident,
+    move_buffers,
+    resolve_dtype,
+    tie_weights,
+)
+from airllm.streaming import LayerStreamer
+from airllm.weight_map import WeightMap, build_weight_map
+
+log = logging.getLogger(__name__)
+
+# Where configurations of transformers say how many experts a layer has.
+_EXPERT_COUNTS = ("num_local_experts", "num_experts", "n_routed_experts", "moe_num_experts")
+
+
+class AirLLMBaseModel:
+    """A causal language model whose decoder layers pass through the device one at a time.
+
+    ``generate``, ``forward`` and calling it do what the transformers model ``self.model`` does. One call runs at a
+    time; calls from other threads wait. Attributes that this class does not have are those of ``self.model``.
+    """
+
+    supports_slots = False
+
+    model: PreTrainedModel
+    config: PretrainedConfig
+
+    def __init__(
+        self,
+        model_local_path_or_repo_id: str | os.PathLike[str],
+        device: Any = DEFAULT_DEVICE,
+        dtype: Any = None,
+        max_seq_len: int = 512,
+        layer_shards_saving_path: str | os.PathLike[str] | None = None,
+        profiling_mode: bool = False,
+        compression: str | None = None,
+        hf_token: str | bool | None = None,
+        prefetching: bool = True,
+        delete_original: bool = False,
+        **more: Any,
+    ) -> None:
+        """Load a model. ``more`` takes the other keywords of `airllm.options.Options`.
+
+        Raises:
+            OptionError, DeviceError: a keyword is wrong; nothing was touched.
+            CheckpointError, WeightMapError, UnsupportedModelError: the checkpoint is damaged or does not fit.
+        """
+        self._start(
+            parse_options(
+                model_local_path_or_repo_id,
+                device=device,
+                dtype=dtype,
+                max_seq_len=max_seq_len,
+                layer_shards_saving_path=layer_shards_saving_path,
+                profiling_mode=profiling_mode,
+                compression=compression,
+                hf_token=hf_token,
+                prefetching=prefetching,
+                delete_original=delete_original,
+                **more,
+            )
+        )
+
+    @classmethod
+    def from_pretrained(cls, model_local_path_or_repo_id: str | os.PathLike[str], *args: Any, **kwargs: Any) -> Any:
+        """The same as the constructor."""
+        return cls(model_local_path_or_repo_id, *args, **kwargs)
+
+    @classmethod
+    def from_options(cls, options: Options) -> Any:
+        """A model from keywords that were checked before."""
+        made = cls.__new__(cls)
+        made._start(options)
+        return made
+
+    # --- loading ------------------------------------------------------------------------------------------------------
+
+    def _start(self, options: Options) -> None:
+        self.options = options
+        self.device = options.device
+        self.running_device = str(options.device)
+        self.max_seq_len = options.max_seq_len
+        self.prefetching = options.prefetching
+        self.compression = options.compression
+        self.hf_token = options.hf_token
+        self.profiler = LayeredProfiler() if options.profiling_mode else None
+        self._warned_length = False
+        self._resources = contextlib.ExitStack()
+        self.model_local_path = locate(
+            options.model,
+            revision=options.revision,
+            cache_dir=options.cache_dir,
+            local_files_only=options.local_files_only,
+            token=options.hf_token,
+            trust_remote_code=options.trust_remote_code,
+        )
+        self.checkpoint_path = self.model_local_path
+        self.config = load_config(self.model_local_path, trust_remote_code=options.trust_remote_code)
+        self._refuse_backend()
+        try:
+            self._load()
+        except BaseException:
+            self._resources.close()
+            raise
+        self.dtype = self.running_dtype = self.model.dtype
+        self.layer_names_dict = layer_names(self.model)
+        self.tokenizer = self._load_tokenizer()
+
+    def _refuse_backend(self) -> None:
+        if self.options.expert_cache_backend != "slot" or self.supports_slots:
+            return
+        kind = self.config.model_type
+        text = self.config.get_text_config()
+        if any(getattr(text, name, None) for name in _EXPERT_COUNTS):
+            raise UnsupportedModelError(
+                f"expert_cache_backend='slot' does not support model_type {kind!r} yet (phimoe only): leave it out to "
+                "stream the layers"
+            )
+        raise UnsupportedModelError(
+            f"expert_cache_backend='slot' keeps experts on the device, and model_type {kind!r} is dense, it has none: "
+            "leave it out to stream the layers"
+        )
+
+    def _load(self) -> None:
+        """Build the model, read what stays on the device, and let the decoder layers stream."""
+        options = self.options
+        index, reader = self._open_weights()
+        self._resources.callback(reader.close)
+        dtype = resolve_dtype(options.dtype, self.config, index)
+        model = build_skeleton(
+            self.config,
+            dtype=dtype,
+            attn_implementation=options.attn_implementation,
+            experts_implementation=options.experts_implementation,
+            trust_remote_code=options.trust_remote_code,
+            folder=self.model_local_path,
+        )
+        weight_map = build_weight_map(model, index, dtype=dtype)
+        prefix, layers = decoder_layers(model)
+        streamer = LayerStreamer(
+            model,
+            layers,
+            weight_map,
+            reader,
+            options.device,
+            resident_bytes=options.resident_bytes,
+            prefetch=options.prefetching,
+            pin_memory=options.pin_memory,
+        )
+        self._load_the_rest(model, weight_map, reader, streamer, prefix)
+        self._resources.callback(streamer.close)
+        with progress_bar("reading the layers that stay", streamer.resident_layer_bytes) as progress:
+            streamer.start(progress)
+        self._reader, self._streamer = reader, streamer
+        self._finish(model, guard.ForwardGuard(streamer, self.profiler))
+
+    def _open_weights(self) -> tuple[CheckpointIndex, TensorReader]:
+        """The files as they are; a split of them when it was asked for, or when nothing else can be streamed."""
+        options, folder = self.options, self.model_local_path
+        asked = options.layer_shards_saving_path or options.compression or options.delete_original
+        if not asked and not has_bin_weights(folder):
+            try:
+                return CheckpointIndex.open(folder), TensorReader()
+            except CheckpointError:
+                if not split_folder(folder, None).is_dir():
+                    raise
+                log.info("%s has no whole weights of its own: its split is looked at", folder)
+        self.checkpoint_path = find_or_create_split(
+            folder,
+            options.layer_shards_saving_path,
+            compression=options.compression,
+            delete_original=options.delete_original,
+        )
+        if options.compression is None:
+            return CheckpointIndex.open(self.checkpoint_path), TensorReader()
+        return open_compressed(self.checkpoint_path, dtype=options.dtype, device=options.device)
+
+    def _load_the_rest(
+        self,
+        model: PreTrainedModel,
+        weight_map: WeightMap,
+        reader: TensorReader,
+        streamer: LayerStreamer,
+        prefix: str,
+    ) -> None:
+        """Everything that is not streamed: embeddings, final norm, head, buffers."""
+        targets = weight_map.targets()
+        names = [name for name in (*targets, *weight_map.missing) if name not in streamer.names]
+        total = sum(targets[name].nbytes for name in names if name in targets)
+        with progress_bar("reading embeddings and head", total) as progress:
+            load_resident(model, weight_map, names, reader, self.options.device, progress)
+        tie_weights(model)
+        move_buffers(model, self.options.device)
+        assert_no_meta(model, except_under=(prefix,))
+
+    def _finish(self, model: PreTrainedModel, forward_guard: guard.ForwardGuard) -> None:
+        """The last steps of `_load`: guard the forward, and fix the model where it is."""
+        forward_guard.attach(model)
+        guard.fix_in_place(model, self.options.device, model.dtype)
+        if model.generation_config is not None:
+            # A static cache makes generate compile the forward, and compiled code cannot follow weights that move.
+            model.generation_config.disable_compile = True
+        self._guard = forward_guard
+        self.model = model
+
+    def _load_tokenizer(self) -> Any:
+        """The checkpoint's tokenizer, or None: token ids can still be generated from token ids."""
+        try:
+            return AutoTokenizer.from_pretrained(
+                str(self.model_local_path),
+                trust_remote_code=self.options.trust_remote_code,
+                local_files_only=True,
+            )
+        except Exception as error:  # noqa: BLE001 - tokenizer classes raise whatever their files make them
+            log.warning("%s: no tokenizer (%s: %s)", self.model_local_path, type(error).__name__, error)
+            return None
+
+    # --- use ----------------------------------------------------------------------------------------------------------
+
+    def generate(self, *args: Any, **kwargs: Any) -> Any:
+        """``model.generate`` of transformers. Tensors are moved to the device first.
+
+        Raises:
+            NonFiniteError: the logits hold NaN or +inf; the message names the layer they come from.
+            AirLLMError: the model was closed.
+        """
+        args = tuple(self._on_device(value) for value in args)
+        kwargs = {name: self._on_device(value) for name, value in kwargs.items()}
+        self._warn_of_length(args, kwargs)
+        with contextlib.ExitStack() as locks:
+            kwargs = self._unwrap_assistant(kwargs, locks)
+            locks.enter_context(self._guard.checking())
+            self._guard.refuse_closed()
+            return self.model.generate(*args, **_without_compile(kwargs))
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        """One forward of ``self.model``, without gradients. Tensors are moved to the device first."""
+        args = tuple(self._on_device(value) for value in args)
+        kwargs = {name: self._on_device(value) for name, value in kwargs.items()}
+        with torch.no_grad():
+            return self.model(*args, **kwargs)
+
+    __call__ = forward
+
+    def _on_device(self, value: Any) -> Any:
+        return value.to(self.device) if isinstance(value, torch.Tensor) else value
+
+    def _warn_of_length(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        # AirLLM has the keyword, with 512 as its default, and never enforced it. Refusing here would break scripts
+        # that have worked for years with longer prompts, and a streamed model needs no such limit; so it is said once.
+        ids = args[0] if args else kwargs.get("input_ids", kwargs.get("inputs"))
+        if self._warned_length or not isinstance(ids, torch.Tensor) or ids.dim() < 2:
+            return
+        if ids.shape[1] > self.max_seq_len:
+            self._warned_length = True
+            log.warning(
+                "the prompt has %d tokens, more than max_seq_len=%d: it is not cut off", ids.shape[1], self.max_seq_len
+            )
+
+    def _unwrap_assistant(self, kwargs: dict[str, Any], locks: contextlib.ExitStack) -> dict[str, Any]:
+        """An assistant that is one of ours: its transformers model, and its lock for as long as it assists."""
+        assistant = kwargs.get("assistant_model")
+        if not isinstance(assistant, AirLLMBaseModel):
+            return kwargs
+        # Always in the same order, so that two models assisting each other cannot wait for one another.
+        for each in sorted({self._guard, assistant._guard}, key=id):
+            locks.enter_context(each.lock)
+        return {**kwargs, "assistant_model": assistant.model}
+
+    @property
+    def generation_config(self) -> GenerationConfig | None:
+        """That of ``self.model``."""
+        return self.model.generation_config
+
+    @generation_config.setter
+    def generation_config(self, value: GenerationConfig) -> None:
+        self.model.generation_config = value
+
+    def get_stream_stats(self) -> dict[str, Any]:
+        """What was read and moved since loading, and the sizes of what is held. Bytes and seconds; all measured."""
+        parameters = {p.data_ptr(): p.nbytes for p in self.model.parameters() if not p.is_meta}
+        return {
+            "bytes_read": self._reader.bytes_read,
+            "reads": self._reader.reads,
+            "dense_resident_bytes": sum(parameters.values()),
+            "device_bytes": _allocated_bytes(self.device),
+            **self._streamer.stats(),
+        }
+
+    # --- staying and going --------------------------------------------------------------------------------------------
+
+    def to(self, *args: Any, **kwargs: Any) -> Any:
+        """Itself when it is there already; UnsupportedModelError otherwise: its layers come and go."""
+        guard.refuse_move(self.device, self.dtype, *args, **kwargs)
+        return self
+
+    def cuda(self, index: int | None = None) -> Any:
+        """See `to`."""
+        return self.to("cuda" if index is None else f"cuda:{index}")
+
+    def cpu(self) -> Any:
+        """See `to`."""
+        return self.to("cpu")
+
+    def half(self) -> Any:
+        """See `to`."""
+        return self.to(torch.float16)
+
+    def bfloat16(self) -> Any:
+        """See `to`."""
+        return self.to(torch.bfloat16)
+
+    def float(self) -> Any:
+        """See `to`."""
+        return self.to(torch.float32)
+
+    def eval(self) -> Any:
+        """Itself: it is always in evaluation mode."""
+        return self
+
+    def train(self, mode: bool = True) -> Any:
+        """Refused: weights that are read from disk cannot be trained."""
+        if mode:
+            raise UnsupportedModelError("weights that are read from disk layer by layer cannot be trained")
+        return self
+
+    def close(self) -> None:
+        """Give device and host memory back. Waits for a running call; a later call raises. Safe to call twice."""
+        with self._guard.lock:
+            if self._guard.closed:
+                return
+            self._guard.closed = True
+            self._resources.close()
+            guard.empty(self.model)
+            if self.device.type == "cuda":
+                torch.cuda.empty_cache()
+
+    def __enter__(self) -> Any:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    def __getattr__(self, name: str) -> Any:
+        model = self.__dict__.get("model")
+        if model is None or name.startswith("_"):
+            raise AttributeError(f"{type(self).__name__!r} object has no attribute {name!r}")
+        return getattr(model, name)
+
+    def __repr__(self) -> str:
+        return f"{type(self).__name__}({self.options.model!r}, device={self.running_device!r}, dtype={self.dtype})"
+
+
+def layer_names(model: PreTrainedModel) -> dict[str, str]:
+    """Module names by AirLLM's words: embed, layer_prefix, norm, lm_head. A model without one of them lacks its word."""
+    prefix, _ = decoder_layers(model)
+    names = {id(module): name for name, module in model.named_modules()}
+    found = {"embed": names.get(id(model.get_input_embeddings())), "layer_prefix": prefix}
+    parent = prefix.rpartition(".")[0]
+    siblings = [name for name, _ in model.get_submodule(parent).named_children()]
+    norms = [name for name in siblings if "norm" in name or name.startswith("ln")]
+    if norms:
+        found["norm"] = f"{parent}.{norms[-1]}" if parent else norms[-1]
+    found["lm_head"] = names.get(id(model.get_output_embeddings()))
+    return {word: name for word, name in found.items() if name is not None}
+
+
+@contextlib.contextmanager
+def progress_bar(what: str, total_bytes: int) -> Iterator[Any]:
+    """A bar in bytes on a terminal, nothing elsewhere; gives the function that moves it on."""
+    with tqdm(total=total_bytes, desc=what, unit="B", unit_scale=True, unit_divisor=1024, disable=None) as bar:
+        yield bar.update
+
+
+def _without_compile(kwargs: dict[str, Any]) -> dict[str, Any]:
+    """The same, with compilation of the forward switched off wherever generate would look for it."""
+    own = kwargs.get("generation_config")
+    if own is None:
+        return {**kwargs, "disable_compile": True}
+    own = GenerationConfig.from_dict(own.to_dict())
+    own.disable_compile = True
+    return {**kwargs, "generation_config": own}
+
+
+def _allocated_bytes(device: torch.device) -> int | None:
+    return torch.cuda.memory_allocated(device) if device.type == "cuda" else None
+

@@ -1,0 +1,158 @@
+"""What stands between a caller and the forward of a model whose weights come and go.
+
+The transformers model that the public classes hand out is a plain one, and callers use it directly too (pipelines,
+their own loops). So the lock, the check for infinities, and the refusal to be moved sit on that model itself. Nothing
+here holds a reference to the model: dropping the model must free its memory at once, without a collector run.
+"""
+
+from __future__ import annotations
+
+import functools
+import inspect
+import logging
+import threading
+import time
+import weakref
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any, NoReturn
+
+import torch
+from torch import nn
+from transformers import PreTrainedModel
+
+from airllm.errors import AirLLMError, NonFiniteError, UnsupportedModelError
+from airllm.profiler import LayeredProfiler
+from airllm.streaming import LayerStreamer
+
+log = logging.getLogger(__name__)
+
+
+class ForwardGuard:
+    """One forward at a time; weights taken back whatever happens; wrong numbers reported instead of sampled from."""
+
+    def __init__(self, streamer: LayerStreamer, profiler: LayeredProfiler | None = None) -> None:
+        self.lock = threading.RLock()
+        self.closed = False
+        self._streamer = streamer
+        self._profiler = profiler
+        self._checking = False
+
+    def attach(self, model: PreTrainedModel) -> None:
+        """Put the guard around ``model.forward``."""
+        reference = weakref.ref(model)
+        original = type(model).forward
+
+        @functools.wraps(original)
+        def forward(*args: Any, **kwargs: Any) -> Any:
+            return self.run(functools.partial(original, reference(), *args, **kwargs))
+
+        forward.__signature__ = inspect.signature(model.forward)  # type: ignore[attr-defined] # generate reads it
+        model.forward = forward  # type: ignore[method-assign]
+
+    def run(self, forward: Callable[[], Any]) -> Any:
+        """One forward of the whole model."""
+        with self.lock:
+            self.refuse_closed()
+            self._streamer.watch.on = self._checking
+            started = time.perf_counter()
+            before = self._streamer.counts.wait_s, self._streamer.counts.read_s
+            try:
+                output = forward()
+                if self._checking:
+                    self._check(output)
+            finally:
+                self._streamer.watch.on = False
+                self._streamer.leave()  # an interrupt inside a layer skips the hook that does this
+            if self._profiler is not None:
+                self._profile(started, *before)
+            return output
+
+    def refuse_closed(self) -> None:
+        """Raises AirLLMError after `close`."""
+        if self.closed:
+            raise AirLLMError("this model is closed and its memory given back: load it again")
+
+    @contextmanager
+    def checking(self) -> Iterator[None]:
+        """Inside, each forward's last logits must not hold NaN or +inf (a mask may well hold -inf)."""
+        with self.lock:
+            before, self._checking = self._checking, True
+            try:
+                yield
+            finally:
+                self._checking = before
+
+    def _check(self, output: Any) -> None:
+        logits = getattr(output, "logits", None)
+        if not isinstance(logits, torch.Tensor) or logits.dim() != 3:
+            return
+        last = logits[:, -1]
+        if not bool((last < torch.inf).all()):  # false for NaN too
+            where = self._streamer.watch.first_bad() or "the head (every decoder layer's output is finite)"
+            raise NonFiniteError(
+                f"the logits are not finite; the first output that is not comes from {where}, computed in "
+                f"{logits.dtype}: load the model with dtype='bfloat16' or 'float32'"
+            )
+
+    def _profile(self, started: float, wait_s: float, read_s: float) -> None:
+        assert self._profiler is not None
+        if self._streamer.on_gpu:
+            torch.cuda.synchronize(self._streamer.device)
+        total = time.perf_counter() - started
+        waited = self._streamer.counts.wait_s - wait_s
+        self._profiler.add_profiling_time("forward", total)
+        self._profiler.add_profiling_time("wait_for_layers", waited)
+        self._profiler.add_profiling_time("compute", total - waited)
+        self._profiler.add_profiling_time("read_and_copy", self._streamer.counts.read_s - read_s)
+
+
+def fix_in_place(model: PreTrainedModel, device: torch.device, dtype: torch.dtype) -> None:
+    """Let ``model`` stay where it is: moving, casting or saving it would meet parameters that hold no data."""
+
+    def to(*args: Any, **kwargs: Any) -> Any:
+        refuse_move(device, dtype, *args, **kwargs)
+        return reference()
+
+    reference = weakref.ref(model)
+    model.to = to  # type: ignore[method-assign]
+    model.cuda = lambda index=None: to("cuda" if index is None else f"cuda:{int(index)}")  # type: ignore[method-assign]
+    model.cpu = lambda: to("cpu")  # type: ignore[method-assign]
+    model.half = lambda: to(torch.float16)  # type: ignore[method-assign]
+    model.bfloat16 = lambda: to(torch.bfloat16)  # type: ignore[method-assign]
+    model.float = lambda: to(torch.float32)  # type: ignore[method-assign]
+    model.double = lambda: to(torch.float64)  # type: ignore[method-assign]
+    model.save_pretrained = _refuse_saving  # type: ignore[method-assign]
+
+
+def refuse_move(device: torch.device, dtype: torch.dtype, *args: Any, **kwargs: Any) -> None:
+    """Nothing for a move to where the model already is; raises UnsupportedModelError for any other."""
+    wanted_device, wanted_dtype, *_ = torch._C._nn._parse_to(*args, **kwargs)
+    if wanted_device is not None:
+        same = wanted_device.type == device.type and wanted_device.index in (None, device.index)
+        if not same:
+            raise UnsupportedModelError(
+                f"the model is on {device} and its layers come and go: it cannot be moved to {wanted_device}; "
+                f"load it again with device={str(wanted_device)!r}"
+            )
+    if wanted_dtype is not None and wanted_dtype != dtype:
+        name = str(wanted_dtype).removeprefix("torch.")
+        raise UnsupportedModelError(
+            f"the model computes in {dtype}, and its layers are read anew each time: it cannot be cast; "
+            f"load it again with dtype={name!r}"
+        )
+
+
+def _refuse_saving(*_: Any, **__: Any) -> NoReturn:
+    raise UnsupportedModelError("a streamed model has no weights in memory to save: copy the checkpoint folder instead")
+
+
+def empty(model: nn.Module) -> None:
+    """Put every parameter and buffer on meta, so that their memory is free even if somebody still holds the model."""
+    for module in model.modules():
+        for name, parameter in module._parameters.items():
+            if parameter is not None:
+                module._parameters[name] = nn.Parameter(parameter.detach().to("meta"), requires_grad=False)
+        for name, buffer in module._buffers.items():
+            if buffer is not None:
+                module._buffers[name] = buffer.to("meta")

@@ -1,0 +1,28 @@
+"""Seconds spent in the parts of each forward, kept when ``profiling_mode=True``."""
+
+from __future__ import annotations
+
+import logging
+import statistics
+
+log = logging.getLogger(__name__)
+
+
+class LayeredProfiler:
+    """Times by name, one entry a forward. The names are AirLLM's own methods' where it has them."""
+
+    def __init__(self) -> None:
+        self.profiling_time_dict: dict[str, list[float]] = {}
+
+    def add_profiling_time(self, item: str, time: float) -> None:
+        """Keep one more measurement, in seconds."""
+        self.profiling_time_dict.setdefault(item, []).append(time)
+
+    def clear_profiling_time(self) -> None:
+        """Forget all measurements."""
+        self.profiling_time_dict.clear()
+
+    def print_profiling_time(self) -> None:
+        """Log the count, total and median of each item."""
+        for item, times in self.profiling_time_dict.items():
+            log.info("%s: %d times, %.3f s, median %.4f s", item, len(times), sum(times), statistics.median(times))

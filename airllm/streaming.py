@@ -1,0 +1,414 @@
+"""Decoder layers that pass through a few blocks of device memory, each just before it computes.
+
+    file --reader's threads--> host block (pinned) --copy stream--> device block --views--> the layer's parameters
+
+On the CPU the host block is the device block and nothing is copied. A block's two ordering edges are kept by
+``experts.transfer``: the copy into it waits for the layer that read it last, and a layer waits for its copy.
+Everything is allocated by `start`, nothing while generating.
+"""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections.abc import Callable, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from functools import partial
+from typing import Any
+
+import torch
+from torch import nn
+
+from airllm.checkpoint import TensorReader
+from airllm.errors import DeviceError
+from airllm.experts.host_memory import HostBlock
+from airllm.experts.transfer import StreamTransfer, SyncTransfer, Transfer
+from airllm.layer_layout import LayerLayout, LayerViews, plan_layers
+from airllm.weight_map import WeightMap
+
+log = logging.getLogger(__name__)
+
+RING_BLOCKS = 3  # one computes, one is ready, one is being filled
+
+Progress = Callable[[int], None]
+
+
+class LayerStreamer:
+    """Gives each decoder layer its weights when its forward begins, and takes them away when it ends.
+
+    ``names`` are the tensors it takes care of; all others are the caller's. One forward at a time: the caller locks.
+
+    Args:
+        layers: (full name, module) of the decoder layers, in order.
+        resident_bytes: as many first layers as fit in this number of bytes stay on the device; "all" keeps every one.
+        prefetch: read the next layers while one computes. Without it one block does, and nothing overlaps.
+        pin_memory: pin the host block; where that is refused the copies are slower, and ``stats`` says so.
+    """
+
+    def __init__(
+        self,
+        model: nn.Module,
+        layers: Sequence[tuple[str, nn.Module]],
+        weight_map: WeightMap,
+        reader: TensorReader,
+        device: torch.device,
+        *,
+        resident_bytes: int | str = 0,
+        prefetch: bool = True,
+        pin_memory: bool = True,
+    ) -> None:
+        self._layouts = plan_layers(model, layers, weight_map)
+        self.names = frozenset(place.spec.name for layout in self._layouts for place in layout.places)
+        self._modules = [module for _, module in layers]  # only until start: a cycle would keep the memory
+        self._reader = reader
+        self.device = device
+        self.on_gpu = device.type != "cpu"
+        self._pin_memory = pin_memory
+        self._resident = _how_many_fit(self._layouts, resident_bytes)
+        streamed = list(range(self._resident, len(layers)))
+        ring = min(RING_BLOCKS if prefetch else 1, len(streamed))
+        self._prefetch = prefetch
+        self._next = {n: _following(streamed, n, ring - 1) for n in streamed}
+
+        self._blocks: list[torch.Tensor] = []
+        self._ring = ring
+        self._holds: list[int | None] = [None] * ring  # the layer in each block, once its fill has ended
+        self._fills: list[Future[None] | None] = [None] * ring
+        self._current: tuple[int, int] | None = None  # (layer, block) whose views are installed
+        self._kept: list[torch.Tensor] = []
+        self._host: HostBlock | None = None
+        self._views: dict[tuple[int, int], LayerViews] = {}  # (layer, host block)
+        self._parameters: dict[tuple[Any, int], list[nn.Parameter]] = {}  # (layout key, block)
+        self._transfer: Transfer = SyncTransfer()
+        self._worker: ThreadPoolExecutor | None = None
+        self._hooks: list[Any] = []
+        self._watch: LayerWatch | None = None
+        self.counts = StreamCounts()
+
+    # --- setting up and taking down -----------------------------------------------------------------------------------
+
+    def start(self, progress: Progress | None = None) -> None:
+        """Allocate every block, read the layers that stay, and hook the others."""
+        with torch.inference_mode(False):  # blocks made in inference mode could not be filled outside it
+            self._allocate()
+            for number in range(self._resident):
+                self._load_to_stay(number, progress)
+        for number, module in enumerate(self._modules):
+            if number >= self._resident:
+                self._hooks.append(module.register_forward_pre_hook(partial(_enter, self, number)))
+                self._hooks.append(module.register_forward_hook(partial(_leave, self), always_call=True))
+        names = [layout.name for layout in self._layouts]
+        self._watch = LayerWatch(self._modules, names, self.device)
+        self._modules = []
+        if self._ring == 0:
+            self._free_staging()
+        elif self._prefetch:
+            self._worker = ThreadPoolExecutor(1, thread_name_prefix="airllm-stream")
+
+    def _allocate(self) -> None:
+        largest = max((layout.nbytes for layout in self._layouts[self._resident :]), default=0)
+        sizes = [layout.nbytes for layout in self._layouts[: self._resident]]
+        try:
+            self._kept = [self._device_bytes(size) for size in sizes]
+            self._blocks = [self._device_bytes(largest) for _ in range(self._ring)]
+        except torch.OutOfMemoryError as error:
+            self.close()
+            raise DeviceError(
+                f"{self.device} cannot hold {sum(sizes)} B of resident layers and {self._ring} blocks of {largest} B: "
+                "lower resident_gb, or pass prefetching=False for a single block"
+            ) from error
+        if self.on_gpu:
+            self._transfer = StreamTransfer(self._ring + 1, self.device)
+            self._host = HostBlock(max((layout.nbytes for layout in self._layouts), default=0))
+            if self._pin_memory and not self._host.pin():
+                log.warning("host memory is not pinned (%s): copies to the device are slower", self._host.pin_reason)
+
+    def _device_bytes(self, nbytes: int) -> torch.Tensor:
+        return torch.empty(nbytes, dtype=torch.uint8, device=self.device)
+
+    def _load_to_stay(self, number: int, progress: Progress | None) -> None:
+        layout, block = self._layouts[number], self._kept[number]
+        views = LayerViews(layout, block if self._host is None else self._host.tensor)
+        self._fill_block(layout, views, block, self._ring)
+        self._transfer.wait(self._ring)
+        for place in layout.places:
+            parameter = nn.Parameter(place.view(block), requires_grad=False)
+            for owner, attribute in place.owners:
+                owner._parameters[attribute] = parameter
+        if progress is not None:
+            progress(layout.nbytes)
+
+    def close(self) -> None:
+        """Unhook, wait for what is under way, and give every block back. Streamed parameters are on meta again."""
+        for hook in self._hooks:
+            hook.remove()
+        self._hooks = []
+        if self._worker is not None:
+            self._worker.shutdown(wait=True, cancel_futures=True)
+            self._worker = None
+        self.leave()
+        self._transfer.close()
+        for layout in self._layouts[: self._resident]:
+            _put_on_meta(layout)
+        if self._watch is not None:
+            self._watch.close()
+        self._fills = [None] * self._ring
+        self._holds = [None] * self._ring
+        self._parameters, self._blocks, self._kept = {}, [], []
+        self._free_staging()
+
+    def _free_staging(self) -> None:
+        self._transfer.synchronize()
+        self._views = {}
+        if self._host is not None:
+            self._host.close()
+            self._host = None
+
+    # --- one layer ----------------------------------------------------------------------------------------------------
+
+    def enter(self, number: int) -> None:
+        """Install layer ``number``'s weights, reading them now if nobody did, and begin to read what follows it."""
+        self.leave()  # an interrupt may have left the last layer installed
+        block = self._obtain(number)
+        self._transfer.wait(block)
+        self._current = (number, block)
+        for place, parameter in zip(self._layouts[number].places, self._parameters_in(number, block), strict=True):
+            for owner, attribute in place.owners:
+                owner._parameters[attribute] = parameter
+        if self._prefetch:
+            self._read_ahead(number, block)
+
+    def leave(self) -> None:
+        """Put the installed layer, if there is one, back on meta; its block may then be filled anew."""
+        if self._current is None:
+            return
+        number, block = self._current
+        _put_on_meta(self._layouts[number])
+        self._transfer.done_reading(block)
+        self._current = None
+
+    def _parameters_in(self, number: int, block: int) -> list[nn.Parameter]:
+        key = (self._layouts[number].key, block)
+        made = self._parameters.get(key)
+        if made is None:
+            with torch.inference_mode(False):
+                made = [
+                    nn.Parameter(place.view(self._blocks[block]), requires_grad=False)
+                    for place in self._layouts[number].places
+                ]
+            self._parameters[key] = made
+        return made
+
+    def _obtain(self, number: int) -> int:
+        """The block that holds the layer, filled. A guess that failed is tried once more before its error counts."""
+        started = time.perf_counter()
+        if number in self._holds:
+            block = self._holds.index(number)
+            if self._filled(block):
+                self.counts.wait_s += time.perf_counter() - started
+                return block
+        block = self._victim(keep=())
+        self._begin_fill(number, block)
+        fill = self._fills[block]
+        assert fill is not None
+        try:
+            fill.result()
+        except BaseException:
+            self._holds[block] = None
+            raise
+        self.counts.wait_s += time.perf_counter() - started
+        return block
+
+    def _filled(self, block: int) -> bool:
+        fill = self._fills[block]
+        assert fill is not None
+        if fill.done():
+            self.counts.ready += 1
+        try:
+            fill.result()
+        except Exception as error:  # noqa: BLE001 - whatever it was, the second try raises it to the caller
+            log.debug("reading ahead failed (%r): reading again", error)
+            self._holds[block] = None
+            return False
+        return True
+
+    def _read_ahead(self, number: int, current: int) -> None:
+        following = self._next[number]
+        for wanted in following:
+            if wanted not in self._holds:
+                self._begin_fill(wanted, self._victim(keep=(number, *following)))
+
+    def _victim(self, keep: Sequence[int]) -> int:
+        """A block that neither computes nor holds a layer of ``keep``; an empty one if there is one."""
+        busy = self._current[1] if self._current is not None else None
+        free = [b for b in range(self._ring) if b != busy and (self._holds[b] is None or self._holds[b] not in keep)]
+        return min(free, key=lambda b: self._holds[b] is not None)
+
+    def _begin_fill(self, number: int, block: int) -> None:
+        """Queue the fill. The single worker takes fills in order, so a block is never filled twice at once."""
+        old = self._fills[block]
+        if old is not None:
+            old.cancel()
+        self._holds[block] = None  # an interrupt between these lines must not leave a block under a wrong name
+        if self._worker is not None:
+            self._fills[block] = self._worker.submit(self._fill, number, block)
+        else:
+            self._fills[block] = _run_now(self._fill, number, block)
+        self._holds[block] = number
+
+    def _fill(self, number: int, block: int) -> None:
+        layout = self._layouts[number]
+        host = 0 if self._host is not None else block
+        views = self._views.get((number, host))
+        if views is None:
+            views = LayerViews(layout, self._blocks[block] if self._host is None else self._host.tensor)
+            self._views[number, host] = views
+        self._fill_block(layout, views, self._blocks[block], block)
+        self.counts.layer_loads += 1
+
+    def _fill_block(self, layout: LayerLayout, views: LayerViews, block: torch.Tensor, place: int) -> None:
+        """Read every piece and, where there is a host block, send each on as soon as it has arrived."""
+        started = time.perf_counter()
+        self._transfer.synchronize()  # the host block is free once its last copy has ended
+        source = None if self._host is None else self._host.tensor
+
+        def job(piece: Any) -> None:
+            piece.read(self._reader, views)
+            if source is not None:
+                self._transfer.copy(source[piece.start : piece.end], block[piece.start : piece.end], place)
+
+        self._reader.run([partial(job, piece) for piece in layout.pieces])
+        self.counts.read_s += time.perf_counter() - started
+        if source is not None:
+            self.counts.h2d_bytes += sum(piece.end - piece.start for piece in layout.pieces)
+
+    # --- what others ask ----------------------------------------------------------------------------------------------
+
+    @property
+    def resident_layer_bytes(self) -> int:
+        """Bytes of the layers that stay on the device, known before they are read."""
+        return sum(layout.nbytes for layout in self._layouts[: self._resident])
+
+    @property
+    def watch(self) -> LayerWatch:
+        """The check for infinities and NaN between layers."""
+        assert self._watch is not None, "start() first"
+        return self._watch
+
+    def stats(self) -> dict[str, Any]:
+        """Measured counters and sizes, in bytes and seconds."""
+        streamed = self._layouts[self._resident :]
+        return {
+            "layer_loads": self.counts.layer_loads,
+            "layers_ready_in_time": self.counts.ready,
+            "h2d_bytes": self.counts.h2d_bytes,
+            "read_seconds": self.counts.read_s,
+            "wait_seconds": self.counts.wait_s,
+            "streamed_layers": len(streamed),
+            "streamed_bytes": sum(layout.nbytes for layout in streamed),
+            "resident_layers": self._resident,
+            "resident_bytes": sum(block.numel() for block in self._kept),
+            "ring_blocks": len(self._blocks),
+            "ring_bytes": sum(block.numel() for block in self._blocks),
+            "staging_bytes": 0 if self._host is None else self._host.nbytes,
+            "pinned": None if self._host is None else self._host.pinned,
+            "pin_reason": "no host block" if self._host is None else self._host.pin_reason,
+        }
+
+
+class StreamCounts:
+    """What the streamer measured since it started."""
+
+    def __init__(self) -> None:
+        self.layer_loads = 0
+        self.ready = 0  # layers that were there when they were asked for
+        self.h2d_bytes = 0
+        self.read_s = 0.0
+        self.wait_s = 0.0
+
+
+class LayerWatch:
+    """One number a layer, kept on the device, that is finite as long as the layer's last position is.
+
+    Nothing is read back while the model runs: `first_bad` looks when the logits have already gone wrong.
+    """
+
+    def __init__(self, modules: Sequence[nn.Module], names: Sequence[str], device: torch.device) -> None:
+        self.on = False
+        self._names = list(names)
+        with torch.inference_mode(False):
+            self._sums = list(torch.zeros(len(modules), device=device).unbind())
+        self._hooks = [
+            module.register_forward_hook(partial(_note, self, number)) for number, module in enumerate(modules)
+        ]
+
+    def note(self, number: int, output: Any) -> None:
+        """Keep the sum over the last position of a layer's output [batch, positions, hidden]."""
+        hidden = output[0] if isinstance(output, tuple) else output
+        if isinstance(hidden, torch.Tensor) and hidden.dim() == 3 and hidden.is_floating_point():
+            self._sums[number].copy_(hidden[:, -1].sum(dtype=torch.float32))
+
+    def first_bad(self) -> str | None:
+        """The name of the first layer whose output was not finite; None if all were."""
+        sums = torch.stack(self._sums).cpu()
+        bad = (~sums.isfinite()).nonzero()
+        return self._names[int(bad[0])] if len(bad) else None
+
+    def close(self) -> None:
+        """Unhook."""
+        for hook in self._hooks:
+            hook.remove()
+        self._hooks = []
+
+
+# Functions, not methods: a bound method in a hook of the module that the object holds would be a cycle.
+
+
+def _enter(streamer: LayerStreamer, number: int, module: nn.Module, args: Any) -> None:
+    streamer.enter(number)
+
+
+def _leave(streamer: LayerStreamer, module: nn.Module, args: Any, output: Any) -> None:
+    streamer.leave()
+
+
+def _note(watch: LayerWatch, number: int, module: nn.Module, args: Any, output: Any) -> None:
+    if watch.on:
+        watch.note(number, output)
+
+
+def _put_on_meta(layout: LayerLayout) -> None:
+    for place in layout.places:
+        for owner, attribute in place.owners:
+            owner._parameters[attribute] = place.on_meta
+
+
+def _how_many_fit(layouts: Sequence[LayerLayout], resident_bytes: int | str) -> int:
+    """How many first layers stay within the bytes."""
+    if resident_bytes == "all":
+        return len(layouts)
+    assert isinstance(resident_bytes, int)
+    total = 0
+    for number, layout in enumerate(layouts):
+        total += layout.nbytes
+        if total > resident_bytes:
+            return number
+    return len(layouts)
+
+
+def _following(streamed: Sequence[int], number: int, count: int) -> tuple[int, ...]:
+    """The next ``count`` streamed layers after ``number``, on into the next token's, never ``number`` itself."""
+    at = streamed.index(number)
+    order = [*streamed[at + 1 :], *streamed[:at]]
+    return tuple(order[: max(count, 0)])
+
+
+def _run_now(function: Callable[..., None], *args: Any) -> Future[None]:
+    future: Future[None] = Future()
+    try:
+        function(*args)
+    except Exception as error:  # noqa: BLE001 - raised by result(), as from the worker
+        future.set_exception(error)
+    else:
+        future.set_result(None)
+    return future
