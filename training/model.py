@@ -6,13 +6,12 @@ Shapes: B windows, S tokens a window, T = B*S tokens, K experts a token, E exper
 from __future__ import annotations
 
 import torch
+from kjv_corpus import END_OF_TEXT
 from tokenizers import Tokenizer
 from torch import Tensor, nn
 from torch.nn import functional as F
 from transformers import PhimoeConfig, PhimoeForCausalLM, PreTrainedTokenizerFast
 from transformers.integrations.moe import ALL_EXPERTS_FUNCTIONS
-
-from kjv_corpus import END_OF_TEXT
 
 VOCAB_SIZE = 768
 ALL_EXPERTS_AT_ONCE = "all_experts_at_once"
@@ -77,7 +76,7 @@ def new_model(seed: int, device: torch.device) -> PhimoeForCausalLM:
     type(ALL_EXPERTS_FUNCTIONS).register(ALL_EXPERTS_AT_ONCE, all_experts_at_once)
     torch.manual_seed(seed)
     model = PhimoeForCausalLM(tiny_config())
-    model.set_experts_implementation(ALL_EXPERTS_AT_ONCE if device.type == "cuda" else "eager")
+    model.set_experts_implementation(ALL_EXPERTS_AT_ONCE if device.type == "cuda" else "grouped_mm")
     return model.to(device).train()
 
 

@@ -11,13 +11,12 @@ import platform
 from pathlib import Path
 from typing import Any
 
+import kjv_corpus
 import torch
 import transformers
+from candidate_prompts import CANDIDATES
 from torch import Tensor
 from transformers import AutoModelForCausalLM, AutoTokenizer, GenerationConfig, PhimoeForCausalLM
-
-import kjv_corpus
-from candidate_prompts import CANDIDATES
 
 log = logging.getLogger("report")
 NEW_TOKENS = 128
@@ -31,7 +30,9 @@ def save(model: PhimoeForCausalLM, tokenizer: Any, args: argparse.Namespace, run
     folder = args.out
     for parameter in model.parameters():
         if not parameter.half().isfinite().all():
-            raise ValueError(f"a parameter of shape {tuple(parameter.shape)} does not fit float16: train again, lower --lr")
+            raise ValueError(
+                f"a parameter of shape {tuple(parameter.shape)} does not fit float16: train again, lower --lr"
+            )
     model.set_experts_implementation("eager")
     model.generation_config = GenerationConfig(bos_token_id=0, eos_token_id=0, pad_token_id=0)
     model.half().eval().save_pretrained(folder)
@@ -50,7 +51,7 @@ def measure(folder: Path, data: Any, device: torch.device) -> dict[str, Any]:
     dtype = torch.float16 if device.type == "cuda" else torch.float32
     model = AutoModelForCausalLM.from_pretrained(folder, dtype=dtype, experts_implementation="eager").to(device).eval()
     tokenizer = AutoTokenizer.from_pretrained(folder)
-    routing = routing_statistics(model, data.held_out[:4096])
+    routing = routing_statistics(model, data.held_out[:2048])
     for name, values in routing.items():
         log.info("%s a layer: %s", name, values)
     written = continuations(model, tokenizer, CANDIDATES)
@@ -107,7 +108,6 @@ def routing_statistics(model: PhimoeForCausalLM, ids: Tensor) -> dict[str, list[
 def continuations(model: PhimoeForCausalLM, tokenizer: Any, prompts: tuple[str, ...]) -> list[dict[str, Any]]:
     """Greedy text of each prompt, with the distance between the two best logits at every step and its worst loop."""
     inputs = tokenizer(list(prompts), return_tensors="pt", padding=True).to(model.device)
-    inputs.pop("token_type_ids", None)
     out = model.generate(
         **inputs, max_new_tokens=NEW_TOKENS, do_sample=False, output_logits=True, return_dict_in_generate=True
     )
@@ -190,7 +190,7 @@ any other model went into it. Every number here stands in `training.json` beside
 | held-out bits per byte | {last["held_out_bits_per_byte"]} |
 | sha256 of model.safetensors | `{facts["model_sha256"]}` |
 
-## Routing on 4096 held-out tokens
+## Routing on 2048 held-out tokens
 
 Evenness is the entropy of the experts' use over its maximum; reuse is the share of a token's experts that the token
 before used too.
