@@ -22,6 +22,7 @@ from airllm.experts.budget import GIB, SlotPlan, auto_budget_bytes, plan_slots
 _EXPERT_NAME = re.compile(r"^(?P<module>.+\.)experts\.(?:(?P<expert>\d+)\.)?")
 _TOP_K_NAMES = ("num_experts_per_tok", "num_experts_per_token", "moe_topk", "moe_top_k", "moe_k", "top_k_experts")
 _LAYER_NAME = re.compile(r"(?:^|\.)(?:layers|h|blocks)\.\d+\.")
+_EMBEDDING_NAME = re.compile(r"(?:^|\.)(?:embed_tokens|wte|embed_in)\.weight$")
 
 # What generation needs on the device beside weights, slots and KV cache: BLAS workspace, activations, allocator rounding.
 WORKSPACE_BYTES = 256 * 2**20
@@ -64,6 +65,7 @@ class Inspection:
     dtypes: Mapping[str, int]
     total_bytes: int
     layer_bytes: int
+    embedding_bytes: int
     experts: ExpertSizes | None
 
     @property
@@ -113,6 +115,7 @@ def inspect_folder(folder: str | Path) -> Inspection:
         dtypes=dict(dtypes),
         total_bytes=index.total_bytes,
         layer_bytes=sum(e.nbytes for e in index.values() if _LAYER_NAME.search(e.name)),
+        embedding_bytes=sum(e.nbytes for e in index.values() if _EMBEDDING_NAME.search(e.name)),
         experts=expert_sizes(index.values(), text),
     )
 
