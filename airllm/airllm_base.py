@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import copy
 import logging
 import os
 from collections.abc import Iterator
@@ -37,6 +38,8 @@ log = logging.getLogger(__name__)
 
 # Where configurations of transformers say how many experts a layer has.
 _EXPERT_COUNTS = ("num_local_experts", "num_experts", "n_routed_experts", "moe_num_experts")
+
+_TOKENIZER_FILES = ("tokenizer*", "vocab*", "merges*", "spiece*", "sentencepiece*", "*.model", "*.tiktoken", "*.bpe")
 
 
 class AirLLMBaseModel:
@@ -199,7 +202,7 @@ class AirLLMBaseModel:
         )
         if options.compression is None:
             return CheckpointIndex.open(self.checkpoint_path), TensorReader()
-        return open_compressed(self.checkpoint_path, dtype=options.dtype, device=options.device)
+        return open_compressed(self.checkpoint_path, dtype=options.dtype)
 
     def _load_the_rest(
         self,
@@ -231,6 +234,10 @@ class AirLLMBaseModel:
 
     def _load_tokenizer(self) -> Any:
         """The checkpoint's tokenizer, or None: token ids can still be generated from token ids."""
+        if not any(any(self.model_local_path.glob(pattern)) for pattern in _TOKENIZER_FILES):
+            # Asked anyway, transformers makes some families' tokenizer out of nothing, with an empty vocabulary.
+            log.warning("%s: no tokenizer (no such files in the folder)", self.model_local_path)
+            return None
         try:
             return AutoTokenizer.from_pretrained(
                 str(self.model_local_path),
@@ -257,7 +264,8 @@ class AirLLMBaseModel:
             kwargs = self._unwrap_assistant(kwargs, locks)
             locks.enter_context(self._guard.checking())
             self._guard.refuse_closed()
-            return self.model.generate(*args, **_without_compile(kwargs))
+            generate: Any = self.model.generate
+            return generate(*args, **_without_compile(kwargs))
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         """One forward of ``self.model``, without gradients. Tensors are moved to the device first."""
@@ -403,7 +411,7 @@ def _without_compile(kwargs: dict[str, Any]) -> dict[str, Any]:
     own = kwargs.get("generation_config")
     if own is None:
         return {**kwargs, "disable_compile": True}
-    own = GenerationConfig.from_dict(own.to_dict())
+    own = copy.deepcopy(own)
     own.disable_compile = True
     return {**kwargs, "generation_config": own}
 

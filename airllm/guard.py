@@ -115,14 +115,18 @@ def fix_in_place(model: PreTrainedModel, device: torch.device, dtype: torch.dtyp
         return reference()
 
     reference = weakref.ref(model)
-    model.to = to  # type: ignore[method-assign]
-    model.cuda = lambda index=None: to("cuda" if index is None else f"cuda:{int(index)}")  # type: ignore[method-assign]
-    model.cpu = lambda: to("cpu")  # type: ignore[method-assign]
-    model.half = lambda: to(torch.float16)  # type: ignore[method-assign]
-    model.bfloat16 = lambda: to(torch.bfloat16)  # type: ignore[method-assign]
-    model.float = lambda: to(torch.float32)  # type: ignore[method-assign]
-    model.double = lambda: to(torch.float64)  # type: ignore[method-assign]
-    model.save_pretrained = _refuse_saving  # type: ignore[method-assign]
+    fixed: dict[str, Callable[..., Any]] = {
+        "to": to,
+        "cuda": lambda index=None: to("cuda" if index is None else f"cuda:{int(index)}"),
+        "cpu": lambda: to("cpu"),
+        "half": lambda: to(torch.float16),
+        "bfloat16": lambda: to(torch.bfloat16),
+        "float": lambda: to(torch.float32),
+        "double": lambda: to(torch.float64),
+        "save_pretrained": _refuse_saving,
+    }
+    for name, method in fixed.items():
+        setattr(model, name, method)
 
 
 def refuse_move(device: torch.device, dtype: torch.dtype, *args: Any, **kwargs: Any) -> None:

@@ -95,7 +95,7 @@ def _plan_layer(
 ) -> LayerLayout:
     owners: dict[str, list[tuple[nn.Module, str]]] = {}
     on_meta: dict[str, nn.Parameter] = {}
-    for path, module in layer.named_modules(remove_duplicate=False):
+    for _, module in layer.named_modules(remove_duplicate=False):
         for attribute, parameter in module._parameters.items():
             if parameter is None or not parameter.is_meta:
                 continue

@@ -12,7 +12,7 @@ from __future__ import annotations
 import logging
 import time
 from collections.abc import Callable, Sequence
-from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import Future, ThreadPoolExecutor, wait
 from functools import partial
 from typing import Any
 
@@ -224,10 +224,9 @@ class LayerStreamer:
         assert fill is not None
         if fill.done():
             self.counts.ready += 1
-        try:
-            fill.result()
-        except Exception as error:  # noqa: BLE001 - whatever it was, the second try raises it to the caller
-            log.debug("reading ahead failed (%r): reading again", error)
+        wait((fill,))
+        if fill.exception() is not None:  # whatever it was, the second try raises it to the caller
+            log.debug("reading ahead failed (%r): reading again", fill.exception())
             self._holds[block] = None
             return False
         return True
