@@ -9,6 +9,8 @@ inverse frequencies 1 / (factor_i * theta^(2i/d)), long factors and ``long_mscal
 
 from __future__ import annotations
 
+import functools
+import weakref
 from typing import Any
 
 import torch
@@ -60,3 +62,24 @@ class PhiMoERotaryEmbedding(nn.Module):
         if mscale != 1.0:
             cos, sin = cos * mscale, sin * mscale
         return cos.to(x.dtype), sin.to(x.dtype)
+
+
+def reread_at_switch(model: Any) -> None:
+    """Make ``model.generate`` read the whole sequence again when it grows past the length where LongRoPE changes factors.
+
+    transformers drops the cache at that point, as it must, but before 5.24 then feeds only the newest token. Models without
+    LongRoPE are left alone.
+    """
+    switch_length = model.model.rotary_emb.switch_length
+    if switch_length is None:
+        return
+    reference, original = weakref.ref(model), type(model).prepare_inputs_for_generation
+
+    @functools.wraps(original)
+    def prepare(input_ids: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
+        cache = kwargs.get("past_key_values", kwargs.get("cache"))
+        if cache is not None and input_ids.shape[1] > switch_length and 0 < cache.get_seq_length() <= switch_length:
+            kwargs["next_sequence_length"] = None
+        return original(reference(), input_ids, *args, **kwargs)
+
+    model.prepare_inputs_for_generation = prepare

@@ -157,6 +157,7 @@ def record_graphs(runtime: SlotExpertRuntime, model: nn.Module, routers: list[nn
         runtime.graphs = None
         log.warning("decode graphs could not be recorded, tokens take the plain way: %s", error)
         return f"recording failed: {error}"
+    runtime.routers = graphed
     for router in graphed:
         router.install()
     return ""

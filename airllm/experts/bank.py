@@ -100,7 +100,7 @@ class HostBank:
 
     def _fill(self, progress: bool) -> None:
         with tqdm(
-            total=self.nbytes, unit="B", unit_scale=True, desc="expert bank", disable=not progress, leave=False
+            total=self.nbytes, unit="B", unit_scale=True, desc="expert bank", disable=None if progress else True, leave=False
         ) as bar:
             for first in range(0, self.experts, self.layout.num_experts):
                 # A layer at a time: conversions that need a whole layer hold one layer, not the model.

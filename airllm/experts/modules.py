@@ -7,6 +7,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from airllm import transformers_private as private
 from airllm.errors import UnsupportedModelError
 from airllm.experts.compute import ApplyGate
 from airllm.experts.runtime import SlotExpertRuntime
@@ -21,11 +22,7 @@ def find_experts(model: nn.Module) -> dict[str, nn.Module]:
     Raises:
         UnsupportedModelError: there is none.
     """
-    found = {
-        name: module
-        for name, module in model.named_modules()
-        if hasattr(type(module), "_apply_gate") and any(p.dim() == 3 for p in module.parameters(recurse=False))
-    }
+    found = dict(private.expert_modules(model))
     if not found:
         raise UnsupportedModelError(
             f"{type(model).__name__} has no experts module that the slot backend can serve (a dense model, or experts "

@@ -12,7 +12,7 @@ import torch
 
 from airllm.experts.bank import HostBank
 from airllm.experts.compute import ApplyGate, Routing, gated_mlp
-from airllm.experts.decode_graphs import ExpertGraphs
+from airllm.experts.decode_graphs import ExpertGraphs, GraphedRouter
 from airllm.experts.plan import PlanCounts, Step, plan_layer, waves
 from airllm.experts.policy import LruPolicy
 from airllm.experts.slots import SlotPool
@@ -60,6 +60,7 @@ class SlotExpertRuntime:
         self.policy = LruPolicy(pool.plan.slots)
         self.counters = Counters()
         self.graphs: ExpertGraphs | None = None
+        self.routers: list[GraphedRouter] = []
         self._sources = bank.blocks()
         self._batch, self._sequence = 1, 1
         self._last_rows: torch.Tensor | None = None
@@ -216,7 +217,10 @@ class SlotExpertRuntime:
         """Give device and host memory back. Idempotent."""
         with self._lock:
             self.transfer.close()
-            self.graphs = None
+            for router in self.routers:
+                router.remove()
+            self.graphs, self.routers = None, []
             self._sources = ()
             self.policy.clear()
+            self.pool.close()
             self.bank.close()

@@ -25,8 +25,8 @@ class SlotPool:
                 f"{places} slots of {layout.expert_bytes} B ({places * layout.expert_bytes} B) do not fit on {device}: "
                 f'lower expert_cache_gb, or use expert_cache_gb="auto" ({error})'
             ) from error
-        self.blocks = tuple(self._memory.unbind(0))
-        self.views = tuple(layout.views(block) for block in self.blocks)
+        self.blocks: tuple[torch.Tensor, ...] = tuple(self._memory.unbind(0))
+        self.views: tuple[tuple[torch.Tensor, ...], ...] = tuple(layout.views(block) for block in self.blocks)
 
     @property
     def nbytes(self) -> int:
@@ -35,3 +35,8 @@ class SlotPool:
     def poison(self, place: int | None = None) -> None:
         """Fill with 0xFF bytes, which are NaN in every floating type: what is read before it is copied shows. For tests."""
         (self._memory if place is None else self.blocks[place]).fill_(255)
+
+    def close(self) -> None:
+        """Give the device memory back. Idempotent."""
+        self.blocks, self.views = (), ()
+        self._memory = torch.empty(0, dtype=torch.uint8)
