@@ -86,18 +86,16 @@ def _fill_own_buffers(model: PreTrainedModel) -> None:
 
 def fill_missing(model: PreTrainedModel, names: Iterable[str]) -> None:
     """Initialise tensors that the checkpoint may leave out, as transformers would; they become real CPU tensors."""
+    names = set(names)
+    if not names:
+        return
     for name in names:
-        owner, _, leaf = name.rpartition(".")
-        tensor = model.get_parameter_or_buffer(name)
-        _replace(model, name, torch.empty_like(tensor, device="cpu"))
-        module = model.get_submodule(owner)
-        while True:  # the initialiser of a parent module may be the one that fills it
-            module._is_hf_initialized = False  # type: ignore[assignment]
-            if not owner:
-                break
-            owner = owner.rpartition(".")[0]
-            module = model.get_submodule(owner)
+        _replace(model, name, torch.empty_like(model.get_parameter_or_buffer(name), device="cpu"))
     with _build_lock:
+        for name, tensor in [*model.named_parameters(), *model.named_buffers()]:
+            tensor._is_hf_initialized = name not in names  # type: ignore[attr-defined]
+        for module in model.modules():  # the initialiser of a parent module may be the one that fills it
+            module._is_hf_initialized = False  # type: ignore[assignment]
         _initialise(model)
 
 
@@ -118,9 +116,10 @@ def load_generation_config(model: PreTrainedModel, folder: str | os.PathLike[str
 
     With ``trust_remote_code`` a ``custom_generate`` folder in the checkpoint replaces ``model.generate``.
     """
-    if not (model.can_generate() and hasattr(model, "adjust_generation_fn")):
+    adjust: Any = getattr(model, "adjust_generation_fn", None)
+    if adjust is None or not model.can_generate():
         return
-    model.adjust_generation_fn(
+    adjust(
         None,
         False,
         None,
@@ -213,13 +212,13 @@ def layout_of(converter: Any) -> str | None:
     ops = converter.operations
     if len(converter.target_patterns) != 1:
         return None
-    kinds = [(type(op), getattr(op, "dim", None), getattr(op, "num_shards_attribute", None)) for op in ops]
-    stack = (core_model_loading.MergeModulelist, 0, None)
+    kinds = [(type(op), getattr(op, "dim", None)) for op in ops]
+    stack = (core_model_loading.MergeModulelist, 0)
     if kinds == [stack]:
         return "stack" if len(converter.source_patterns) == 1 else None
-    if kinds == [stack, (core_model_loading.Concatenate, 1, None)]:
+    if kinds == [stack, (core_model_loading.Concatenate, 1)]:
         return "stack_join"
-    if kinds == [(core_model_loading.Concatenate, 0, None)]:
+    if kinds == [(core_model_loading.Concatenate, 0)]:
         return "join"
     return None
 
@@ -297,7 +296,7 @@ def _tiny_model() -> PreTrainedModel:
         num_attention_heads=2,
         num_key_value_heads=1,
         head_dim=12,
-        num_local_experts=3,
+        num_local_experts=11,  # more than ten: their order is numeric, not alphabetic
         num_experts_per_tok=2,
         tie_word_embeddings=True,
     )

@@ -173,3 +173,8 @@ def greedy(model: Any, ids: torch.Tensor, n: int) -> torch.Tensor:
     mask = torch.ones_like(ids)
     out = model.generate(ids, attention_mask=mask, max_new_tokens=n, min_new_tokens=n, do_sample=False)
     return out[:, ids.shape[1] :]
+
+
+def oracle_ties(folder: str | Path) -> bool:
+    """Whether the checkpoint's configuration ties the head to the embedding."""
+    return bool(transformers.AutoConfig.from_pretrained(str(folder)).get_text_config().tie_word_embeddings)
