@@ -186,11 +186,11 @@ def run_all(args: argparse.Namespace) -> dict[str, Any]:
 def main(arguments: list[str] | None = None) -> int:
     args = parse(arguments)
     result = run_all(args)
-    print(reporting.as_text(result))
-    if args.plot:
+    if args.plot and "points" in result["sweep"]:
         from benchmarks.plot import plot_sweep
 
         plot_sweep(result, args.plot)
+    print(reporting.as_text(result))
     line = json.dumps(result, sort_keys=True)
     if args.output_json:
         args.output_json.parent.mkdir(parents=True, exist_ok=True)

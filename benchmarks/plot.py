@@ -15,9 +15,7 @@ def plot_sweep(result: dict[str, Any], path: Path) -> None:
     matplotlib.use("Agg")
     from matplotlib import pyplot
 
-    points = (result.get("sweep") or {}).get("points")
-    if not points:
-        raise SystemExit(f"no sweep to draw: {result.get('sweep')}")
+    points = result["sweep"]["points"]
     mode = "forced" if "forced" in points[0]["summary"] else "free"
     budgets = [point["budget_gb"] for point in points]
     summaries = [point["summary"][mode] for point in points]

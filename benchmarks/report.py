@@ -203,7 +203,7 @@ def as_text(result: dict[str, Any]) -> str:
     lines += memory_lines(result)
     if "points" in (result.get("sweep") or {}):
         lines += ["", *sweep_lines(result["sweep"])]
-    lines += [f"FAULT: {fault}" for fault in result["faults"]]
+    lines += [f"FAULT: {fault[-700:]}" for fault in result["faults"]]
     return "\n".join(lines)
 
 

@@ -1,0 +1,274 @@
+"""The benchmark's parts: the checkpoint builder, the arithmetic of floors, the judge, and one whole run on the CPU."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+import pytest
+import torch
+
+ROOT = Path(__file__).resolve().parents[1]
+sys.path.insert(0, str(ROOT))
+
+from benchmarks import cases, expert_cache, floors, machine, report  # noqa: E402
+from benchmarks.build_checkpoint import build, ensure, tensors  # noqa: E402
+from benchmarks.geometry import GEOMETRIES  # noqa: E402
+
+TINY = GEOMETRIES["tiny"]
+RATES = {
+    "link_pinned_large_bytes_per_s": 50e9,
+    "link_pinned_expert_blocks_bytes_per_s": 40e9,
+    "host_copy_bytes_per_s": 10e9,
+    "device_copy_read_plus_write_bytes_per_s": 4000e9,
+}
+
+
+@pytest.fixture(scope="module")
+def tiny(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("built")
+    build(folder, TINY, "float32")
+    return folder
+
+
+@pytest.fixture(scope="module")
+def tiny_model(tiny):
+    from transformers import AutoModelForCausalLM
+
+    model, info = AutoModelForCausalLM.from_pretrained(
+        tiny, dtype=torch.float32, experts_implementation="eager", output_loading_info=True
+    )
+    return model, info
+
+
+# ---- the builder
+
+
+def weights(folder):
+    return b"".join(path.read_bytes() for path in sorted(folder.glob("*.safetensors")))
+
+
+def test_phi_tiny_has_the_hubs_number_of_bytes():
+    values = sum(tensor.values for tensor in tensors(GEOMETRIES["phi-tiny"]))
+    assert 2 * values == 7_510_440_576
+    assert 2 * GEOMETRIES["phi-tiny"].expert_values == 11_010_048
+
+
+def test_phi_mini_has_the_published_number_of_parameters():
+    values = sum(tensor.values for tensor in tensors(GEOMETRIES["phi-mini"]))
+    assert round(values / 1e9, 2) == 7.65 or round(values / 1e9, 1) == 7.6
+
+
+def test_transformers_loads_the_built_checkpoint_without_a_missing_or_unexpected_key(tiny_model):
+    model, info = tiny_model
+    assert type(model).__name__ == "PhimoeForCausalLM"
+    assert not info["missing_keys"] and not info["unexpected_keys"] and not info["mismatched_keys"]
+
+
+def test_the_built_checkpoint_is_sharded_and_its_index_adds_up(tiny):
+    from airllm.checkpoint import CheckpointIndex
+
+    index = json.loads((tiny / "model.safetensors.index.json").read_text())
+    files = sorted(path.name for path in tiny.glob("*.safetensors"))
+    assert files == ["model-00001-of-00002.safetensors", "model-00002-of-00002.safetensors"]
+    assert CheckpointIndex.open(tiny).total_bytes == index["metadata"]["total_size"]
+
+
+def test_routing_is_skewed_but_every_expert_is_used_and_tokens_are_not_ties(tiny_model):
+    model, _ = tiny_model
+    routed: list[torch.Tensor] = []
+    hooks = [
+        layer.mlp.experts.register_forward_pre_hook(lambda module, args: routed.append(args[1])) for layer in model.model.layers
+    ]
+    ids = torch.randint(3, 500, (1, 400), generator=torch.Generator().manual_seed(1))
+    with torch.no_grad():
+        logits = model(ids).logits
+    for hook in hooks:
+        hook.remove()
+    shares = torch.stack([torch.bincount(ids.flatten(), minlength=TINY.experts) / ids.numel() for ids in routed])
+    assert shares.max() < 0.45 and shares.max() > 1.5 / TINY.experts
+    assert (shares.sum(0) > 0).all()
+    best = logits[0].topk(2).values
+    assert (best[:, 0] - best[:, 1]).median() > 0.1
+
+
+def test_two_builds_are_the_same_bytes_and_another_seed_is_not(tmp_path):
+    small = replace(TINY, layers=1)
+    for name, seed in (("a", 0), ("b", 0), ("c", 1)):
+        build(tmp_path / name, small, "float16", seed)
+    first, second, other = (weights(tmp_path / name) for name in "abc")
+    assert first == second and first != other
+
+
+def test_ensure_builds_once_and_again_when_something_else_is_asked(tmp_path):
+    small = replace(TINY, layers=1)
+    ensure(tmp_path / "x", small, "float16")
+    config = tmp_path / "x" / "config.json"
+    before = config.stat().st_mtime_ns
+    ensure(tmp_path / "x", small, "float16")
+    assert config.stat().st_mtime_ns == before
+    ensure(tmp_path / "x", small, "bfloat16")
+    assert json.loads(config.read_text())["torch_dtype"] == "bfloat16"
+    assert not list((tmp_path / "x").glob("*.partial"))
+
+
+# ---- floors
+
+
+def test_the_slot_floor_is_the_link_or_device_memory_whichever_is_slower():
+    by_link = floors.slot_floor(400e6, 2e9, RATES)
+    assert by_link.set_by == "link" and by_link.seconds == pytest.approx(400e6 / 50e9)
+    by_device = floors.slot_floor(0, 2e9, RATES)
+    assert by_device.set_by == "device memory" and by_device.seconds == pytest.approx(2e9 / 4000e9)
+
+
+def test_the_stream_floor_is_the_host_copy_or_the_link_whichever_is_slower():
+    assert floors.stream_floor(7e9, 7e9, RATES) == floors.Floor(0.7, "host copy")
+    assert floors.stream_floor(1e9, 7e9, RATES) == floors.Floor(0.14, "link")
+
+
+def test_a_rate_above_the_link_is_impossible_and_one_below_is_not():
+    assert floors.impossible(50e9, 1.0, RATES) is None
+    assert "the link was measured at 50.0 GB/s" in floors.impossible(60e9, 1.0, RATES)
+    assert floors.impossible(0, 1e-9, RATES) is None
+    assert floors.impossible(1, 0, RATES)
+
+
+def test_spread_of_known_times():
+    got = floors.spread([float(n) for n in range(1, 11)])
+    assert (got["median_s"], got["p10_s"], got["p90_s"], got["min_s"], got["max_s"]) == (5.5, 1.0, 9.0, 1.0, 10.0)
+
+
+def test_tokens_are_compared_over_the_length_that_both_have():
+    assert floors.same_prefix([[1, 2, 3], [4]], [[1, 2], [4, 5]]) == {"compared": 3, "equal": 3, "identical": True}
+    assert floors.same_prefix([[1, 9]], [[1, 2]]) == {"compared": 2, "equal": 1, "identical": False}
+    assert not floors.same_prefix([], [[1]])["identical"]
+
+
+# ---- the judge
+
+
+def run(tokens, decode_s=0.02, **decode):
+    return {
+        "prompt_tokens": 32,
+        "prompt_s": 0.1,
+        "decode_s": [decode_s] * (len(tokens) - 1),
+        "tokens": tokens,
+        "prompt": {},
+        "decode": decode,
+        "decode_device": {"segments_taken": 0, "tensors_taken": 5, "alloc_retries": 0},
+    }
+
+
+def judged(slots_run, reference_run, **extra):
+    sizes = report.Sizes(2, 11_010_048, 64, 512, 1_873_295_872, 262_668_288)
+    cases_run = {
+        "eager": {"kind": "eager", "modes": {"free": [reference_run]}},
+        "slots": {"kind": "slots", "modes": {"free": [slots_run]}},
+    } | extra
+    where = {"hardware": {}, "bandwidths": RATES}
+    return report.assemble({}, Experts(), sizes, where, cases_run, None)
+
+
+@dataclass
+class Experts:
+    moe_layers: int = 32
+
+
+SOUND = {"hits": 30, "misses": 34, "h2d_bytes": 34 * 11_010_048, "generation_disk_expert_reads": 0}
+
+
+def test_a_sound_result_has_no_faults_and_names_the_baseline_of_every_ratio():
+    result = judged(run([1, 2, 3], **SOUND), run([1, 2, 3], decode_s=0.05))
+    assert result["faults"] == []
+    summary = result["cases"]["slots"]["summary"]["free"]
+    assert summary["hit_rate"] == pytest.approx(30 / 64)
+    assert summary["floor"]["set_by"] == "link"
+    assert summary["floor_fraction"] == pytest.approx(34 * 11_010_048 / 2 / 50e9 / 0.02)
+    (ratio,) = result["ratios"]
+    assert (ratio["baseline"], ratio["of"], ratio["times_faster"]) == ("eager", "slots", pytest.approx(2.5))
+
+
+def test_other_tokens_are_a_fault():
+    result = judged(run([1, 2, 4], **SOUND), run([1, 2, 3]))
+    assert any("2 of 3 tokens equal those of plain transformers, experts eager" in fault for fault in result["faults"])
+
+
+def test_a_rate_above_the_link_is_a_fault():
+    result = judged(run([1, 2, 3], decode_s=0.001, **SOUND), run([1, 2, 3]))
+    assert any("cannot be true" in fault for fault in result["faults"])
+
+
+def test_expert_reads_from_disk_while_decoding_are_a_fault():
+    result = judged(run([1, 2, 3], **(SOUND | {"generation_disk_expert_reads": 2})), run([1, 2, 3]))
+    assert any("reads from disk" in fault for fault in result["faults"])
+
+
+def test_a_case_that_failed_is_a_fault_and_does_not_hide_the_others():
+    result = judged(run([1, 2], **SOUND), run([1, 2]), streaming={"kind": "streaming", "error": "boom"})
+    assert result["faults"] == ["streaming failed: boom"]
+    assert result["cases"]["slots"]["summary"]["free"]["tokens"]["identical"]
+
+
+# ---- the machine probe and the measuring of one case
+
+
+def test_peak_memory_sees_a_block_that_is_gone_again():
+    peak = machine.PeakMemory()
+    before = machine.status_bytes("VmRSS") or 0
+    block = torch.ones(64 * 2**20, dtype=torch.uint8)
+    del block
+    assert peak.bytes() >= before + 48 * 2**20
+
+
+def test_bandwidths_are_positive_and_named_by_unit():
+    rates = machine.bandwidths(torch.device("cpu"), 2**20, 2**22)
+    assert all(name.endswith("_bytes_per_s") and rate > 0 for name, rate in rates.items())
+    assert set(RATES) <= set(rates)
+
+
+def test_a_script_forces_its_tokens_and_notes_what_greedy_decoding_wanted(tiny_model):
+    model, _ = tiny_model
+    prompt = torch.tensor([[5, 6, 7, 8]])
+    script = cases.Script([100, 200, 300])
+    with torch.no_grad():
+        out = model.generate(prompt, max_new_tokens=3, do_sample=False, logits_processor=[script])
+        logits = model(out[:, :-1]).logits[0, 3:]
+    assert out[0, 4:].tolist() == [100, 200, 300]
+    assert script.predictions() == logits.argmax(-1).tolist()
+
+
+def test_one_case_times_the_prompt_and_every_decoded_token_apart(tiny_model):
+    model, _ = tiny_model
+    request = {"kind": "eager", "tokens": 4, "prompts": [[5, 6, 7]], "scripts": [[9, 10, 11, 12]], "modes": ["forced", "free"]}
+    modes = cases.measure_all(request, model, torch.device("cpu"))
+    for mode in ("forced", "free"):
+        (got,) = modes[mode]
+        assert got["prompt_s"] > 0 and len(got["decode_s"]) == 3 and len(got["tokens"]) == 4
+
+
+def test_random_prompts_and_scripts_hold_no_end_of_text(tiny):
+    ids = expert_cache.random_ids(tiny, 5000, 1)
+    eos = json.loads((tiny / "config.json").read_text())["eos_token_id"]
+    assert min(ids) == 3 and max(ids) < eos
+
+
+@pytest.mark.slow
+def test_the_benchmark_runs_on_the_cpu_and_ends_with_its_json(tmp_path):
+    """Every case in its own process, as the README has it."""
+    output = tmp_path / "out.json"
+    command = [sys.executable, str(ROOT / "benchmarks" / "expert_cache.py"), "--geometry", "tiny", "--tokens", "3"]
+    command += ["--vs", "eager", "--decode", "forced", "--device", "cpu", "--threads", "1"]
+    command += ["--work-dir", str(tmp_path / "work"), "--output-json", str(output)]
+    done = subprocess.run(command, capture_output=True, text=True, check=False, cwd=tmp_path)
+    assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-2000:]
+    result = json.loads(done.stdout.strip().splitlines()[-1])
+    assert result == json.loads(output.read_text())
+    assert result["faults"] == []
+    assert result["cases"]["slots"]["stats"]["slot_count"] == 9
+    for kind in ("streaming", "slots"):
+        assert result["cases"][kind]["summary"]["forced"]["tokens"]["identical"]
+        assert result["cases"][kind]["peak_process_bytes"] > 0
