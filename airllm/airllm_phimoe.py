@@ -98,7 +98,7 @@ class AirLLMPhiMoE(AirLLMBaseModel):
         if self.options.device.type != "cuda":
             self._graph_reason = "graphs need a CUDA or ROCm device"
             return
-        routers = [layer.mlp.router for _, layer in decoder_layers(model)[1]]
+        routers = [layer.get_submodule("mlp.router") for _, layer in decoder_layers(model)[1]]
         self._graph_reason = record_graphs(self._runtime, model, routers, self.config.hidden_size)
 
     def _finish(self, model: PreTrainedModel, forward_guard: guard.ForwardGuard) -> None:

@@ -15,7 +15,7 @@ import time
 import weakref
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from typing import Any, NoReturn
+from typing import Any, NoReturn, Protocol
 
 import torch
 from torch import nn
@@ -23,15 +23,29 @@ from transformers import PreTrainedModel
 
 from airllm.errors import AirLLMError, NonFiniteError, UnsupportedModelError
 from airllm.profiler import LayeredProfiler
-from airllm.streaming import LayerStreamer
+from airllm.streaming import LayerWatch, StreamCounts
 
 log = logging.getLogger(__name__)
+
+
+class Layers(Protocol):
+    """What the guard asks of whatever gives the decoder layers their weights."""
+
+    device: torch.device
+    on_gpu: bool
+    counts: StreamCounts
+
+    @property
+    def watch(self) -> LayerWatch: ...
+
+    def leave(self) -> None:
+        """Take back what was installed for the layer that runs, if there is one."""
 
 
 class ForwardGuard:
     """One forward at a time; weights taken back whatever happens; wrong numbers reported instead of sampled from."""
 
-    def __init__(self, streamer: LayerStreamer, profiler: LayeredProfiler | None = None) -> None:
+    def __init__(self, streamer: Layers, profiler: LayeredProfiler | None = None) -> None:
         self.lock = threading.RLock()
         self.closed = False
         self._streamer = streamer

@@ -28,6 +28,7 @@ from airllm.weight_map import WeightMap
 
 log = logging.getLogger(__name__)
 
+WATCHED_ROWS = 64  # rows of hidden states that may be kept alive a layer to find a layer that computed infinities
 RING_BLOCKS = 3  # one computes, one is ready, one is being filled
 
 Progress = Callable[[int], None]
@@ -327,14 +328,16 @@ class StreamCounts:
 
 
 class LayerWatch:
-    """One number a layer, kept on the device, that is finite as long as the layer's last position is.
+    """What tells, once the logits have gone wrong, which layer went wrong first. Nothing is read back before that.
 
-    Nothing is read back while the model runs: `first_bad` looks when the logits have already gone wrong.
+    Of a short forward (a decoded token) the layers' outputs themselves are kept, which costs no kernel; of a long one a
+    number a layer on the device, which is finite as long as the layer's last position is.
     """
 
     def __init__(self, modules: Sequence[nn.Module], names: Sequence[str], device: torch.device) -> None:
         self.on = False
         self._names = list(names)
+        self._outputs: list[torch.Tensor | None] = [None] * len(modules)
         with torch.inference_mode(False):
             self._sums = list(torch.zeros(len(modules), device=device).unbind())
         self._hooks = [
@@ -342,22 +345,30 @@ class LayerWatch:
         ]
 
     def note(self, number: int, output: Any) -> None:
-        """Keep the sum over the last position of a layer's output [batch, positions, hidden]."""
+        """Remember a layer's output [batch, positions, hidden]."""
         hidden = output[0] if isinstance(output, tuple) else output
-        if isinstance(hidden, torch.Tensor) and hidden.dim() == 3 and hidden.is_floating_point():
+        if not (isinstance(hidden, torch.Tensor) and hidden.dim() == 3 and hidden.is_floating_point()):
+            return
+        if hidden.shape[0] * hidden.shape[1] <= WATCHED_ROWS:
+            self._outputs[number] = hidden
+        else:
+            self._outputs[number] = None
             self._sums[number].copy_(hidden[:, -1].sum(dtype=torch.float32))
 
     def first_bad(self) -> str | None:
         """The name of the first layer whose output was not finite; None if all were."""
-        sums = torch.stack(self._sums).cpu()
-        bad = (~sums.isfinite()).nonzero()
-        return self._names[int(bad[0])] if len(bad) else None
+        for number, output in enumerate(self._outputs):
+            seen = self._sums[number] if output is None else output[:, -1]
+            if not bool(seen.isfinite().all()):
+                return self._names[number]
+        return None
 
     def close(self) -> None:
         """Unhook."""
         for hook in self._hooks:
             hook.remove()
         self._hooks = []
+        self._outputs = [None] * len(self._outputs)
 
 
 # Functions, not methods: a bound method in a hook of the module that the object holds would be a cycle.

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Sequence
+from typing import Any
 
 import torch
 
@@ -23,7 +24,7 @@ class GraphPool:
     def __init__(self, device: torch.device) -> None:
         self.device = device
         self._stream = torch.cuda.Stream(device)
-        self._pool: tuple[int, int] | None = None
+        self._pool: Any = None  # torch names the type of a pool handle differently in each release
 
     def record(self, work: Callable[[], object], warm_up: bool = True) -> torch.cuda.CUDAGraph:
         """Record ``work``; it runs once beforehand (``warm_up``), because libraries set themselves up on first use."""

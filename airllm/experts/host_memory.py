@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import mmap
 import os
+import weakref
 from pathlib import Path
 
 import torch
@@ -100,6 +101,9 @@ class HostBlock:
             self.pin_reason = "registration reported success but the memory is not pinned"
             return False
         self.pinned, self.pin_reason = True, f"registered {self.nbytes} B"
+        # A model that is dropped without close() must not leave pages registered that the system hands out again.
+        self._unpin = weakref.finalize(self, _unregister, self.tensor.data_ptr())
+        self._unpin.atexit = False  # the driver goes first then, and takes its registrations along
         return True
 
     def close(self) -> None:
@@ -107,9 +111,13 @@ class HostBlock:
         if self._map is None:
             return
         if self.pinned:
-            torch.cuda.synchronize()
-            torch.cuda.cudart().cudaHostUnregister(self.tensor.data_ptr())
+            self._unpin()
             self.pinned = False
         # Only the references go: views that somebody still holds keep the mapping alive, and it is unmapped with the last one.
         self.tensor = torch.empty(0, dtype=torch.uint8)
         self._map = None
+
+
+def _unregister(address: int) -> None:
+    torch.cuda.synchronize()  # a copy may still be reading
+    torch.cuda.cudart().cudaHostUnregister(address)
