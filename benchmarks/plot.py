@@ -19,14 +19,14 @@ def plot_sweep(result: dict[str, Any], path: Path) -> None:
     mode = "forced" if "forced" in points[0]["summary"] else "free"
     budgets = [point["budget_gb"] for point in points]
     summaries = [point["summary"][mode] for point in points]
-    figure, speed = pyplot.subplots(figsize=(8, 5), layout="constrained")
+    figure, speed = pyplot.subplots(figsize=(8, 5.6), layout="constrained")
     hits = speed.twinx()
     draw_speed(speed, budgets, summaries, result, mode)
     hits.plot(budgets, [s["hit_rate"] for s in summaries], "s--", color="tab:orange", label="hit rate")
     hits.set_ylim(0, 1.05)
     hits.set_ylabel("hit rate of decoded tokens")
     handles = [*speed.get_legend_handles_labels()[0], *hits.get_legend_handles_labels()[0]]
-    speed.legend(handles=handles, loc="upper left", fontsize=9)
+    figure.legend(handles=handles, loc="outside lower center", ncols=2, fontsize=9)
     figure.suptitle(title(result, mode), fontsize=10)
     path.parent.mkdir(parents=True, exist_ok=True)
     figure.savefig(path, dpi=150)

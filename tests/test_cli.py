@@ -1,0 +1,336 @@
+"""The command line: what it teaches, what it refuses, and that what it prints is true."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch
+from typer.testing import CliRunner
+
+ROOT = Path(__file__).resolve().parents[1]
+sys.path.insert(0, str(ROOT))
+
+import airllm  # noqa: E402
+from airllm import cli, demo, inspect_model  # noqa: E402
+from airllm.token_clock import TokenClock  # noqa: E402
+from benchmarks.build_checkpoint import DTYPES, build, safetensors_header, shards, tensors, write_json  # noqa: E402
+from benchmarks.geometry import GEOMETRIES, Geometry  # noqa: E402
+
+TINY = GEOMETRIES["tiny"]
+
+
+def command(*arguments):
+    return CliRunner().invoke(cli.app, [str(argument) for argument in arguments])
+
+
+@pytest.fixture(scope="module")
+def speaking(tmp_path_factory):
+    """A tiny PhiMoE with a byte tokenizer."""
+    from tokenizers import Tokenizer, decoders, models, pre_tokenizers
+    from transformers import PreTrainedTokenizerFast
+
+    folder = tmp_path_factory.mktemp("speaking")
+    build(folder, replace(TINY, layers=3), "float16")
+    alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
+    tokenizer = Tokenizer(models.BPE(vocab={sign: number for number, sign in enumerate(alphabet, 3)}, merges=[]))
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    tokenizer.decoder = decoders.ByteLevel()
+    PreTrainedTokenizerFast(tokenizer_object=tokenizer, eos_token="<eos>", pad_token="<pad>").save_pretrained(folder)
+    return folder
+
+
+@pytest.fixture(scope="module")
+def dense(tmp_path_factory):
+    from transformers import LlamaConfig, LlamaForCausalLM
+
+    folder = tmp_path_factory.mktemp("dense")
+    config = LlamaConfig(hidden_size=32, intermediate_size=64, num_hidden_layers=2, num_attention_heads=2, vocab_size=64)
+    LlamaForCausalLM(config).save_pretrained(folder)
+    return folder
+
+
+def hollow(folder: Path, geometry: Geometry, dtype: str) -> Path:
+    """A checkpoint whose files have the right headers and sizes and take no disk: holes where the weights would be."""
+    code, torch_dtype = DTYPES[dtype]
+    cut = shards(list(tensors(geometry)), torch_dtype.itemsize, 4 * 10**9)
+    weight_map = {}
+    for number, shard in enumerate(cut, 1):
+        name = f"model-{number:05d}-of-{len(cut):05d}.safetensors"
+        header = safetensors_header(shard, code, torch_dtype.itemsize)
+        with open(folder / name, "wb") as file:
+            file.write(header)
+            file.truncate(len(header) + torch_dtype.itemsize * sum(tensor.values for tensor in shard))
+        weight_map |= {tensor.name: name for tensor in shard}
+    write_json(folder / "model.safetensors.index.json", {"metadata": {}, "weight_map": weight_map})
+    write_json(folder / "config.json", geometry.config(dtype))
+    return folder
+
+
+@pytest.fixture(scope="module")
+def phi_tiny(tmp_path_factory):
+    return hollow(tmp_path_factory.mktemp("phi-tiny"), GEOMETRIES["phi-tiny"], "bfloat16")
+
+
+# ---- help
+
+
+def test_the_help_of_the_command_shows_where_to_start():
+    result = command("--help")
+    assert result.exit_code == 0
+    for text in ("airllm demo", "airllm inspect FOLDER", "airllm generate FOLDER --prompt", "streaming (default)", "slots"):
+        assert text in result.output
+
+
+@pytest.mark.parametrize("name", ["demo", "generate", "inspect"])
+def test_every_command_has_examples_that_start_with_itself(name):
+    result = command(name, "--help")
+    assert result.exit_code == 0
+    assert "Examples:" in result.output
+    examples = [line for line in result.output.splitlines() if line.strip().startswith("airllm ")]
+    assert len(examples) >= 3 and all(line.split()[1] == name for line in examples)
+
+
+def test_the_examples_of_the_help_parse(phi_tiny):
+    lines = [line.split() for line in command("inspect", "--help").output.splitlines() if line.strip().startswith("airllm ")]
+    for words in lines:
+        result = command(words[1], phi_tiny, *words[3:])
+        assert result.exit_code == 0, result.output
+
+
+def test_no_arguments_show_the_help_instead_of_doing_something():
+    assert "Start here" in command().output
+
+
+def test_python_dash_m_airllm_is_the_command():
+    done = subprocess.run([sys.executable, "-m", "airllm", "--version"], cwd=ROOT, capture_output=True, text=True, check=False)
+    assert done.stdout.strip() == f"airllm {airllm.__version__}" and done.returncode == 0
+
+
+# ---- inspect
+
+
+def test_inspect_says_phi_tinys_known_figures(phi_tiny):
+    result = command("inspect", phi_tiny, "--expert-cache-gb", 0.75, "--link-gbs", 55)
+    assert result.exit_code == 0, result.output
+    for text in (
+        "phimoe (PhiMoEForCausalLM)",
+        "7510440576 B",
+        "5637144576 B (5.25 GiB) in 512 experts: 32 layers of 16",
+        "11010048 B (10.5 MiB)",
+        "dense           1873296000 B (1.74 GiB)",
+        "T = 32 layers x 2 = 64 experts",
+    ):
+        assert text in result.output
+    row = result.output.strip().splitlines()[-1].split()
+    assert row[:4] == ["0.7500", "73", "2", "1.14"]
+    assert float(row[4]) == pytest.approx(55e9 / (64 * 11_010_048), rel=0.01)
+
+
+def test_inspect_counts_the_same_experts_in_files_that_stack_them(tmp_path, speaking):
+    from safetensors.torch import load_file, save_file
+
+    merged = {}
+    for path in sorted(speaking.glob("*.safetensors")):
+        merged |= load_file(path)
+    stacked = {name: tensor for name, tensor in merged.items() if ".experts." not in name}
+    for layer in range(3):
+        stem = f"model.layers.{layer}.block_sparse_moe.experts."
+        first, second, third = (
+            torch.stack([merged[f"{stem}{expert}.w{number}.weight"] for expert in range(TINY.experts)]) for number in (1, 2, 3)
+        )
+        stacked[f"model.layers.{layer}.mlp.experts.gate_up_proj"] = torch.cat([first, third], 1).contiguous()
+        stacked[f"model.layers.{layer}.mlp.experts.down_proj"] = second.contiguous()
+    save_file(stacked, tmp_path / "model.safetensors")
+    (tmp_path / "config.json").write_text((speaking / "config.json").read_text())
+    one, other = inspect_model.inspect_folder(speaking), inspect_model.inspect_folder(tmp_path)
+    assert one.experts == other.experts and one.total_bytes == other.total_bytes
+    assert one.experts.expert_bytes == 2 * TINY.expert_values
+
+
+def test_shared_experts_are_dense_weights():
+    from airllm.checkpoint import TensorEntry
+
+    def entry(name):
+        return TensorEntry(name=name, path=Path("x"), offset=0, nbytes=100, shape=(5, 10), dtype=torch.float16)
+
+    names = [f"model.layers.0.mlp.experts.{expert}.up_proj.weight" for expert in range(4)]
+    names += ["model.layers.0.mlp.shared_experts.up_proj.weight", "model.layers.0.mlp.shared_expert.up_proj.weight"]
+    sizes = inspect_model.expert_sizes([entry(name) for name in names], {"num_experts_per_tok": 2})
+    assert (sizes.total_bytes, sizes.experts_per_layer, sizes.expert_bytes) == (400, 4, 100)
+
+
+@pytest.mark.parametrize(("experts_held", "fits"), [(1, False), (2, True), (3, True)])
+def test_inspect_refuses_a_budget_below_one_tokens_experts_and_names_the_smallest(phi_tiny, experts_held, fits):
+    budget = (experts_held * 11_010_048 + 1) / 2**30
+    result = command("inspect", phi_tiny, "--expert-cache-gb", f"{budget:.9f}")
+    assert (result.exit_code == 0) is fits
+    if not fits:
+        assert "needs 22020096 B" in result.output and "at least 0.021" in result.output
+
+
+def test_inspect_of_a_card_leaves_room_for_dense_weights_and_the_rest(phi_tiny):
+    result = command("inspect", phi_tiny, "--vram-gb", 4)
+    assert result.exit_code == 0, result.output
+    slots = int(result.output.strip().splitlines()[-1].split()[1])
+    assert 64 < slots < (4 * 2**30 - 1_873_295_872) // 11_010_048
+
+
+def test_inspect_of_a_card_that_is_too_small_says_so(phi_tiny):
+    result = command("inspect", phi_tiny, "--vram-gb", 1.5)
+    assert result.exit_code == 1 and "needs 22020096 B" in result.output
+
+
+def test_a_budget_that_holds_every_expert_has_no_misses_to_limit_it(phi_tiny):
+    found = inspect_model.inspect_folder(phi_tiny)
+    outlook = inspect_model.slot_outlook(found.experts, 2**40, 25e9)
+    assert outlook.plan.slots == 512 and outlook.tokens_per_s_estimated is None
+    half = inspect_model.slot_outlook(found.experts, 256 * 11_010_048, 25e9)
+    assert half.tokens_per_s_estimated == pytest.approx(2 * half.tokens_per_s_all_missed)
+
+
+def test_inspect_of_a_dense_model_streams_and_refuses_slots(dense):
+    plain = command("inspect", dense)
+    assert plain.exit_code == 0 and "dense model" in plain.output and "streaming" in plain.output
+    slots = command("inspect", dense, "--expert-cache-gb", 1)
+    assert slots.exit_code == 1 and "mixture of experts" in slots.output and "Traceback" not in slots.output
+
+
+def test_inspect_of_a_cut_file_names_it_on_one_line(tmp_path, dense):
+    for path in dense.iterdir():
+        (tmp_path / path.name).write_bytes(path.read_bytes())
+    whole = (tmp_path / "model.safetensors").read_bytes()
+    (tmp_path / "model.safetensors").write_bytes(whole[:-1])
+    result = command("inspect", tmp_path)
+    assert result.exit_code == 1 and "model.safetensors" in result.output
+    assert len(result.output.strip().splitlines()) == 1
+
+
+def test_inspect_of_a_folder_that_is_no_checkpoint_says_what_is_missing(tmp_path):
+    result = command("inspect", tmp_path)
+    assert result.exit_code == 1 and "no config.json" in result.output
+
+
+def test_inspect_takes_a_budget_or_a_card_but_not_both(phi_tiny):
+    result = command("inspect", phi_tiny, "--expert-cache-gb", 1, "--vram-gb", 4)
+    assert result.exit_code == 2 and "not both" in result.output
+
+
+def test_layers_with_different_numbers_of_experts_are_an_error(tmp_path, speaking):
+    index = json.loads((speaking / "model.safetensors.index.json").read_text())
+    assert index["weight_map"]
+    from airllm.checkpoint import CheckpointIndex
+
+    entries = [e for e in CheckpointIndex.open(speaking).values() if ".layers.1.block_sparse_moe.experts.7." not in e.name]
+    with pytest.raises(airllm.CheckpointError, match="different numbers of experts"):
+        inspect_model.expert_sizes(entries, {"num_experts_per_tok": 2})
+
+
+# ---- generate
+
+
+def transformers_text(folder, prompt, tokens):
+    from transformers import AutoModelForCausalLM, AutoTokenizer
+
+    tokenizer = AutoTokenizer.from_pretrained(folder)
+    model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32, experts_implementation="eager")
+    inputs = tokenizer(prompt, return_tensors="pt")
+    output = model.generate(**inputs, max_new_tokens=tokens)
+    return tokenizer.decode(output[0][inputs["input_ids"].shape[1] :], skip_special_tokens=True)
+
+
+@pytest.mark.parametrize("way", [(), ("--expert-cache-gb", "0.001"), ("--expert-cache-gb", "0.001", "--stream")])
+def test_generate_prints_what_transformers_would(speaking, way):
+    expected = transformers_text(speaking, "In the beginning", 12)
+    arguments = ["--prompt", "In the beginning", "--max-new-tokens", 12, "--device", "cpu", "--dtype", "float32"]
+    result = command("generate", speaking, *arguments, *way)
+    assert result.exit_code == 0, result.output
+    assert result.stdout.rstrip("\n") == expected.rstrip("\n")
+    assert "tokens in" in result.stderr
+    assert ("hit rate" in result.stderr) is bool(way)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (("--expert-cache-gb", "plenty"), "takes a number of GiB or auto"),
+        (("--expert-cache-gb", "-1"), "expert_cache_gb"),
+        (("--dtype", "float17"), "dtype must be"),
+    ],
+)
+def test_generate_refuses_on_one_line_with_exit_code_1(speaking, arguments, message):
+    result = command("generate", speaking, "--prompt", "x", "--device", "cpu", *arguments)
+    assert result.exit_code == 1 and message in result.stderr and "Traceback" not in result.output
+
+
+def test_generate_says_that_a_tokenizer_is_missing(tmp_path):
+    build(tmp_path, replace(TINY, layers=1), "float32")
+    result = command("generate", tmp_path, "--prompt", "x", "--device", "cpu")
+    assert result.exit_code == 1 and "no tokenizer files" in result.stderr
+
+
+# ---- demo
+
+
+@pytest.fixture
+def small_demo(monkeypatch, speaking):
+    monkeypatch.setattr(airllm, "tiny_model_path", lambda: speaking)
+
+
+def test_the_demo_compares_four_ways_and_ends_well(small_demo):
+    result = command("demo", "--max-new-tokens", 8, "--device", "cpu")
+    assert result.exit_code == 0, result.output
+    assert "8 tokens on CPU, the same in all four." in result.output
+    for name in ("transformers, eager", "streaming", "slots, tight", "slots, all experts"):
+        assert name in result.output
+
+
+def test_the_demo_exits_1_and_names_the_way_that_differs(small_demo, monkeypatch):
+    honest = demo.run_airllm
+
+    def wrong(name, *arguments):
+        row = honest(name, *arguments)
+        return replace(row, tokens=[*row.tokens[:-1], -1]) if name == "streaming" else row
+
+    monkeypatch.setattr(demo, "run_airllm", wrong)
+    result = command("demo", "--max-new-tokens", 4, "--device", "cpu")
+    assert result.exit_code == 1 and "DIFFERENT: streaming" in result.output
+
+
+def test_the_demos_budgets_are_just_above_one_token_and_everything():
+    sizes = inspect_model.ExpertSizes(32, 16, 2, 11_010_048, 512 * 11_010_048)
+    assert demo.demo_slots(sizes) == (73, 512)
+
+
+def test_the_demo_on_the_built_in_model_gives_the_same_tokens_in_all_four():
+    report = demo.run_demo(airllm.tiny_model_path(), "In the beginning God", 24, "cpu")
+    assert report.identical and len(report.rows) == 4 and len(report.rows[0].tokens) == 24
+    tight, whole = report.rows[2], report.rows[3]
+    assert 0 < tight.hit_rate < whole.hit_rate <= 1
+    assert tight.device_bytes < whole.device_bytes and tight.moved_bytes > whole.moved_bytes
+    assert report.text.strip()
+
+
+# ---- the clock
+
+
+def test_the_clock_keeps_prompt_and_decoding_apart_and_does_not_count_its_callback():
+    import time
+
+    calls = []
+
+    def slow():
+        calls.append(1)
+        time.sleep(0.2)
+
+    clock = TokenClock(after_prompt=slow)
+    clock.put(torch.tensor([[1, 2, 3]]))
+    for token in (7, 8, 9):
+        clock.put(torch.tensor([token]))
+    clock.end()
+    assert clock.tokens == [7, 8, 9] and len(clock.decode_s) == 2 and calls == [1]
+    assert clock.prompt_s < 0.1 and sum(clock.decode_s) < 0.1
