@@ -1,6 +1,11 @@
-"""Beginnings that a reader might try; the folder keeps those whose greedy text is clear of rounding and of loops."""
+"""Beginnings to choose from: some that a reader might try, some that nobody chose.
+
+The folder keeps those whose greedy text is clear of rounding and of loops.
+"""
 
 from __future__ import annotations
+
+from kjv_corpus import HELD_OUT_BOOKS
 
 CANDIDATES: tuple[str, ...] = (
     "In the beginning",
@@ -68,3 +73,10 @@ CANDIDATES: tuple[str, ...] = (
     "And the sea",
     "Thus saith the Lord GOD",
 )
+
+
+def held_out_beginnings(books: dict[str, str], every: int = 4, words: int = 4) -> tuple[str, ...]:
+    """The first words of every fourth verse of the books that the training never saw, without repetitions."""
+    verses = [line for name in HELD_OUT_BOOKS for line in books[name].split("\n") if line]
+    beginnings = (" ".join(verse.split()[:words]).rstrip(",;:.") for verse in verses[::every])
+    return tuple(dict.fromkeys(beginnings))

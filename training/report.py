@@ -14,7 +14,7 @@ from typing import Any
 import kjv_corpus
 import torch
 import transformers
-from candidate_prompts import CANDIDATES
+from candidate_prompts import CANDIDATES, held_out_beginnings
 from torch import Tensor
 from transformers import AutoModelForCausalLM, AutoTokenizer, GenerationConfig, PhimoeForCausalLM
 
@@ -30,14 +30,14 @@ def save(model: PhimoeForCausalLM, tokenizer: Any, args: argparse.Namespace, run
     folder = args.out
     for parameter in model.parameters():
         if not parameter.half().isfinite().all():
-            raise ValueError(
-                f"a parameter of shape {tuple(parameter.shape)} does not fit float16: train again, lower --lr"
-            )
+            raise ValueError(f"a parameter of shape {tuple(parameter.shape)} does not fit float16: train again, lower --lr")
     model.set_experts_implementation("eager")
     model.generation_config = GenerationConfig(bos_token_id=0, eos_token_id=0, pad_token_id=0)
     model.half().eval().save_pretrained(folder)
     tokenizer.save_pretrained(folder)
-    measured = measure(folder, data, model.device)
+    (folder / "model.safetensors").chmod(0o644)  # safetensors writes for the owner alone
+    books, _ = kjv_corpus.load(args.corpus)
+    measured = measure(folder, data, model.device, CANDIDATES + held_out_beginnings(books))
     prompts = measured.pop("prompts")
     (folder / "prompts.json").write_text(json.dumps(prompts, indent=2) + "\n")
     facts = {**run, **measured, **_origin(args, folder, model)}
@@ -46,7 +46,7 @@ def save(model: PhimoeForCausalLM, tokenizer: Any, args: argparse.Namespace, run
     log.info("%s: %d bytes in all", folder, sum(f.stat().st_size for f in folder.iterdir()))
 
 
-def measure(folder: Path, data: Any, device: torch.device) -> dict[str, Any]:
+def measure(folder: Path, data: Any, device: torch.device, candidates: tuple[str, ...]) -> dict[str, Any]:
     """Routing on the held-out text, and the greedy text of every candidate prompt, of the saved folder."""
     dtype = torch.float16 if device.type == "cuda" else torch.float32
     model = AutoModelForCausalLM.from_pretrained(folder, dtype=dtype, experts_implementation="eager").to(device).eval()
@@ -54,7 +54,7 @@ def measure(folder: Path, data: Any, device: torch.device) -> dict[str, Any]:
     routing = routing_statistics(model, data.held_out[:2048])
     for name, values in routing.items():
         log.info("%s a layer: %s", name, values)
-    written = continuations(model, tokenizer, CANDIDATES)
+    written = continuations(model, tokenizer, candidates)
     for item in written[:12]:
         log.info("[margin %.3f, loop %d] %s", item["min_margin"], item["loop_tokens"], item["prompt"] + item["text"])
     margins = [margin for item in written for margin in item.pop("margins")]
@@ -108,9 +108,7 @@ def routing_statistics(model: PhimoeForCausalLM, ids: Tensor) -> dict[str, list[
 def continuations(model: PhimoeForCausalLM, tokenizer: Any, prompts: tuple[str, ...]) -> list[dict[str, Any]]:
     """Greedy text of each prompt, with the distance between the two best logits at every step and its worst loop."""
     inputs = tokenizer(list(prompts), return_tensors="pt", padding=True).to(model.device)
-    out = model.generate(
-        **inputs, max_new_tokens=NEW_TOKENS, do_sample=False, output_logits=True, return_dict_in_generate=True
-    )
+    out = model.generate(**inputs, max_new_tokens=NEW_TOKENS, do_sample=False, output_logits=True, return_dict_in_generate=True)
     best = torch.stack(out.logits, dim=1).float().topk(2, dim=-1).values  # [prompts, tokens, 2]
     gaps = (best[..., 0] - best[..., 1]).cpu()
     new = out.sequences[:, inputs["input_ids"].shape[1] :].cpu()
