@@ -79,9 +79,14 @@ class CheckpointIndex(Mapping[str, TensorEntry]):
 def has_bin_weights(folder: str | os.PathLike[str]) -> bool:
     """True when the folder's only weights are ``pytorch_model*.bin``; safetensors beside them win."""
     root = Path(folder)
-    if any(root.glob("model*.safetensors")) or (root / INDEX_FILE).exists() or any(root.glob("*.safetensors" + DONE)):
+    if any(root.glob("model*.safetensors")) or (root / INDEX_FILE).exists() or visible(root, "*.safetensors" + DONE):
         return False
     return any(root.glob("pytorch_model*.bin"))
+
+
+def visible(root: Path, pattern: str) -> list[Path]:
+    """Files by pattern, in order, without dot files (macOS leaves ``._model.safetensors`` on foreign disks)."""
+    return sorted(path for path in root.glob(pattern) if not path.name.startswith("."))
 
 
 def refuse_missing(root: Path, paths: Sequence[Path]) -> None:
@@ -101,7 +106,7 @@ def some(names: Sequence[str], limit: int = 8) -> str:
 
 def _weight_files(root: Path) -> tuple[list[Path], dict[str, str] | None]:
     """The files that hold the weights, and the index's tensor -> file table where there is one."""
-    markers = sorted(root.glob("*.safetensors" + DONE))
+    markers = visible(root, "*.safetensors" + DONE)
     if markers:
         return _split_files(root, markers), None
     if (root / SINGLE_FILE).exists() or (root / SINGLE_FILE).is_symlink():
@@ -109,7 +114,7 @@ def _weight_files(root: Path) -> tuple[list[Path], dict[str, str] | None]:
     if (root / INDEX_FILE).exists():
         weight_map = read_index(root / INDEX_FILE, ".safetensors")
         return [root / name for name in sorted(set(weight_map.values()))], weight_map
-    found = sorted(root.glob("*.safetensors"))
+    found = visible(root, "*.safetensors")
     if not found or has_bin_weights(root):
         raise MissingWeightsError(_no_weights(root))
     if len(found) == 1 and not _SHARD.search(found[0].name):
@@ -129,7 +134,7 @@ def _no_weights(root: Path) -> str:
 def _split_files(root: Path, markers: Sequence[Path]) -> list[Path]:
     """A split folder's files; one without its marker was being written when the split stopped."""
     paths = [marker.with_name(marker.name[: -len(DONE)]) for marker in markers]
-    unfinished = sorted({path.name for path in root.glob("*.safetensors")} - {path.name for path in paths})
+    unfinished = sorted({path.name for path in visible(root, "*.safetensors")} - {path.name for path in paths})
     if unfinished:
         raise CheckpointError(
             f"{root}: the split was not finished, no {DONE} marker for {some(unfinished)}: split the checkpoint again"

@@ -10,15 +10,17 @@ either a finished module or none under its final name, and the next run goes on 
 
 from __future__ import annotations
 
+import errno
 import logging
 import os
+import shutil
 from collections.abc import Mapping
 from pathlib import Path
 
 from airllm.bin_files import BinCheckpoint, file_identity
-from airllm.checkpoint import DONE, CheckpointIndex, MissingWeightsError, has_bin_weights, some
+from airllm.checkpoint import DONE, CheckpointIndex, MissingWeightsError, has_bin_weights, some, visible
 from airllm.compression import KINDS, base_name, bitsandbytes, is_compressible
-from airllm.errors import CheckpointError, OptionError
+from airllm.errors import CheckpointError, NotEnoughSpaceException, OptionError
 from airllm.folder_lock import folder_lock
 from airllm.locate import locate
 from airllm.safetensors_format import read_header
@@ -111,7 +113,7 @@ def is_usable(target: Path, source: SplitSource | None, compression: str | None 
     ``source`` is None when the original weights are gone; then an unusable split is a CheckpointError, because
     nothing can repair it.
     """
-    if not any(target.glob("*.safetensors" + DONE)):
+    if not visible(target, "*.safetensors" + DONE):
         if source is None:
             raise CheckpointError(f"{target} holds no split, and the original weights are gone: download them again")
         return False
@@ -141,7 +143,7 @@ def _open_source(folder: Path, target: Path) -> SplitSource | None:
     try:
         return BinCheckpoint.open(folder) if has_bin_weights(folder) else CheckpointIndex.open(folder)
     except MissingWeightsError:
-        if not any(target.glob("*.safetensors" + DONE)):
+        if not visible(target, "*.safetensors" + DONE):
             raise
         _prove_rest(folder, Manifest.read(target))
         return None
@@ -190,9 +192,7 @@ def _make_folder(target: Path) -> None:
         target.mkdir(parents=True, exist_ok=True)
         (target / LOCK_FILE).touch()
     except OSError as error:
-        raise CheckpointError(
-            f"{target} cannot be written ({error}): give layer_shards_saving_path a folder that can be"
-        ) from error
+        raise _write_failed(error, target, 0) from error
 
 
 def _split(
@@ -205,19 +205,34 @@ def _split(
     """Write what is missing of the split of ``source``, under the folder's lock."""
     if compression is not None:
         bitsandbytes()
-    modules = plan_modules(geometry(source), layer_names)
+    shapes = geometry(source)
+    modules = plan_modules(shapes, layer_names)
     manifest = _resume(source, target, compression, modules)
     todo = [module for module in modules if module.file_name not in manifest.written]
     stale = _stale_files(target, manifest)
-    needed = sum(module_bytes(source, module, compression) for module in todo)
+    needed = sum(module_bytes(shapes, module, compression) for module in todo)
     check_space(target, needed, sum(_freed_bytes(path) for path in stale))
-    for path in stale:
-        path.unlink(missing_ok=True)
-    manifest.write(target)
-    SplitWriter(source, target, manifest).write(todo, progress)
-    manifest.complete = True
-    manifest.write(target)
+    try:
+        for path in stale:
+            path.unlink(missing_ok=True)
+        manifest.write(target)
+        SplitWriter(source, target, manifest).write(todo, progress)
+        manifest.complete = True
+        manifest.write(target)
+    except OSError as error:
+        rest = [module for module in todo if module.file_name not in manifest.written]
+        raise _write_failed(error, target, sum(module_bytes(shapes, module, compression) for module in rest)) from error
     log.info("split %s into %d modules in %s", source.folder, len(modules), target)
+
+
+def _write_failed(error: OSError, target: Path, needed: int) -> Exception:
+    if error.errno in (errno.ENOSPC, errno.EDQUOT):
+        free = shutil.disk_usage(target).free
+        return NotEnoughSpaceException(
+            f"the disk of {target} is full: the rest of the split needs {needed} B, {free} B are free; what is finished "
+            "stays: free some space and run again"
+        )
+    return CheckpointError(f"{target} cannot be written ({error}): give layer_shards_saving_path a folder that can be")
 
 
 def _resume(source: SplitSource, target: Path, compression: str | None, modules: tuple[Module, ...]) -> Manifest:
@@ -253,7 +268,7 @@ def _refuse_to_take_over(old: Manifest, source: SplitSource, target: Path) -> No
 
 def _stale_files(target: Path, manifest: Manifest) -> list[Path]:
     """Module files, markers and leftovers in ``target`` that are no part of the split being written."""
-    found = {path.name[: -len(DONE)] for path in target.glob("*.safetensors" + DONE)}
+    found = {path.name[: -len(DONE)] for path in visible(target, "*.safetensors" + DONE)}
     old = Manifest.read(target)
     found |= {name for name in (old.files if old is not None else []) if _is_module_file(name)} | set(manifest.files)
     paths = [target / f"{name}{end}" for name in sorted(found - manifest.written.keys()) for end in (DONE, "")]

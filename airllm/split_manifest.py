@@ -9,7 +9,7 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
-from airllm.checkpoint import DONE
+from airllm.checkpoint import DONE, visible
 from airllm.errors import CheckpointError
 from airllm.safetensors_format import read_header
 
@@ -65,7 +65,7 @@ class Manifest:
             raise CheckpointError(f"{target} was split from other weights than those in the checkpoint folder now")
         for name in self.files:
             self.prove_file(target, name)
-        extra = {path.name for path in target.glob("*.safetensors")} - set(self.files)
+        extra = {path.name for path in visible(target, "*.safetensors")} - set(self.files)
         if extra:
             raise CheckpointError(f"{target} holds files that do not belong to the split: {', '.join(sorted(extra)[:4])}")
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import errno
 import os
 import shutil
 from collections.abc import Iterator, Mapping, Sequence
@@ -21,24 +20,23 @@ from airllm.split_manifest import Manifest, sync_folder
 from airllm.split_plan import Module
 
 SplitSource: TypeAlias = CheckpointIndex | BinCheckpoint
+Geometry: TypeAlias = dict[str, tuple[torch.dtype, tuple[int, ...]]]
 
 CHUNK_BYTES = 1 << 24
 METADATA = {"format": "pt"}
 _BLOCK_BYTES = 4096  # a file takes whole blocks of the disk
 _MANIFEST_BYTES = 1 << 16
-_FULL = (errno.ENOSPC, errno.EDQUOT)
 
 
-def geometry(source: SplitSource) -> dict[str, tuple[torch.dtype, tuple[int, ...]]]:
+def geometry(source: SplitSource) -> Geometry:
     """Name -> (dtype, shape) of every tensor of a source."""
     if isinstance(source, BinCheckpoint):
         return source.geometry
     return {name: (entry.dtype, entry.shape) for name, entry in source.items()}
 
 
-def module_bytes(source: SplitSource, module: Module, compression: str | None) -> int:
-    """Bytes that the module's file will take: exact without compression, else an upper estimate."""
-    shapes = geometry(source)
+def module_bytes(shapes: Geometry, module: Module, compression: str | None) -> int:
+    """Bytes that the module's file will take on the disk: exact without compression, else an upper estimate."""
     header = build_header(((key, *shapes[key]) for key in module.keys), METADATA)
     payload = sum(compressed_bytes(*shapes[key], compression) for key in module.keys)
     return -(-(len(header) + payload) // _BLOCK_BYTES) * _BLOCK_BYTES
@@ -66,25 +64,20 @@ class SplitWriter:
         self.source = source
         self.target = target
         self.manifest = manifest
+        self._shapes = geometry(source)
         self._chunk = torch.empty(CHUNK_BYTES, dtype=torch.uint8)
 
     def write(self, modules: Sequence[Module], progress: bool) -> None:
-        """Write ``modules``. Raises NotEnoughSpaceException when the disk fills up; what is finished stays."""
+        """Write ``modules``. An OSError (a full disk, say) comes out as it is; what is finished stays."""
         from tqdm import tqdm
 
-        shapes = geometry(self.source)
-        sizes = {m.name: sum(compressed_bytes(*shapes[key], None) for key in m.keys) for m in modules}
+        sizes = {m.name: sum(compressed_bytes(*self._shapes[key], None) for key in m.keys) for m in modules}
         bar = tqdm(
             total=sum(sizes.values()), unit="B", unit_scale=True, desc="splitting", disable=None if progress else True
         )
         with bar, TensorReader(threads=1) as reader:
             for module in modules:
-                try:
-                    self._write_module(module, reader)
-                except OSError as error:
-                    if error.errno in _FULL:
-                        raise self._disk_full(module) from error
-                    raise
+                self._write_module(module, reader)
                 bar.update(sizes[module.name])
 
     def _write_module(self, module: Module, reader: TensorReader) -> None:
@@ -116,12 +109,11 @@ class SplitWriter:
         return digest.hexdigest()
 
     def _pieces(self, module: Module, reader: TensorReader) -> Iterator[bytes | memoryview]:
-        shapes = geometry(self.source)
-        keys = _aligned(module.keys, {key: shapes[key][0] for key in module.keys})
+        keys = _aligned(module.keys, {key: self._shapes[key][0] for key in module.keys})
         if self.manifest.compression is not None:
             yield from self._compressed_pieces(keys, reader)
             return
-        yield build_header(((key, *shapes[key]) for key in keys), METADATA)
+        yield build_header(((key, *self._shapes[key]) for key in keys), METADATA)
         for key in keys:
             yield from self._tensor_pieces(key, reader)
 
@@ -150,14 +142,6 @@ class SplitWriter:
             part = self._chunk[: min(CHUNK_BYTES, entry.nbytes - start)]
             reader.read_into(entry, part, start)
             yield part.numpy().data
-
-    def _disk_full(self, module: Module) -> NotEnoughSpaceException:
-        needed = module_bytes(self.source, module, self.manifest.compression)
-        free = shutil.disk_usage(self.target).free
-        return NotEnoughSpaceException(
-            f"the disk of {self.target} is full: {module.file_name} needs {needed} B, {free} B are free; what is finished "
-            "stays, free some space and run again"
-        )
 
 
 def _aligned(keys: Sequence[str], dtypes: Mapping[str, torch.dtype]) -> list[str]:
