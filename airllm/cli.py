@@ -78,7 +78,7 @@ Exit code 0: all four gave the same tokens; 1: they differ.
 """
 )
 def demo(
-    prompt: Annotated[str, typer.Option(help="The line to continue.")] = "In the beginning God",
+    prompt: Annotated[str, typer.Option(help="The line to continue.")] = "But I say unto you",
     max_new_tokens: Annotated[int, typer.Option(min=2, help="How many tokens to add.")] = 48,
     device: Annotated[str | None, typer.Option(help="Where to run [default: a GPU if there is one]")] = None,
 ) -> None:
@@ -87,11 +87,15 @@ def demo(
     Uses a small mixture-of-experts model that comes with the package: no download, no GPU needed, a few seconds.
     """
     os.environ.setdefault("TQDM_DISABLE", "1")
+    if logging.getLogger().level >= logging.WARNING:
+        logging.getLogger("airllm").setLevel(logging.ERROR)  # that slots run on the CPU here is what the user wants
+    import torch
     from transformers.utils import logging as transformers_logging
 
     from airllm.demo import format_report, run_demo
 
     transformers_logging.disable_progress_bar()
+    torch.set_num_threads(1)  # the matrices are too small to share: waiting for each other costs more than the work
     with plain_errors():
         report = run_demo(airllm.tiny_model_path(), prompt, max_new_tokens, device)
     typer.echo(format_report(report))

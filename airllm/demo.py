@@ -89,13 +89,19 @@ class Ask:
     max_new_tokens: int
     device: torch.device
 
-    def timed(self, generate: Callable[..., Any], tokenizer: Any, clock: TokenClock) -> int:
-        """Generate greedily under `clock` and return the number of prompt tokens."""
+    def timed(
+        self, generate: Callable[..., Any], tokenizer: Any, clock: TokenClock, once_warm: Callable[[], Any] = int
+    ) -> int:
+        """Generate greedily under `clock`, after a short run that is not counted and then `once_warm`.
+
+        Returns the number of prompt tokens.
+        """
         inputs = tokenizer(self.prompt, return_tensors="pt").to(self.device)
         warm = TokenClock()
         generate(**inputs, max_new_tokens=2, do_sample=False, streamer=warm)
         if self.device.type == "cuda":
             torch.cuda.reset_peak_memory_stats(self.device)
+        once_warm()
         generate(**inputs, max_new_tokens=self.max_new_tokens, do_sample=False, streamer=clock)
         return int(inputs["input_ids"].shape[1])
 
@@ -133,30 +139,30 @@ def run_airllm(name: str, folder: Path, ask: Ask, options: dict[str, Any]) -> Ro
     slots = options.get("expert_cache_backend") == "slot"
     with AutoModel.from_pretrained(str(folder), device=str(ask.device), **options) as model:
         clock = TokenClock()
-        before = moved(model, slots)
-        if slots:
-            model.reset_expert_cache_stats()
-        count = ask.timed(model.generate, model.tokenizer, clock)
+        before: list[dict[str, int]] = []
+        count = ask.timed(model.generate, model.tokenizer, clock, lambda: before.append(traffic(model, slots)))
+        used = {name: value - before[0][name] for name, value in traffic(model, slots).items()}
         stats = model.get_expert_cache_stats() if slots else model.get_stream_stats()
         return Row(
             name=name,
             tokens=clock.tokens,
             prompt_tokens_per_s=count / clock.prompt_s,
             decode_tokens_per_s=clock.decode_tokens_per_s(),
-            hit_rate=hit_rate(stats) if slots else None,
-            moved_bytes=stats["h2d_bytes"] - (0 if slots else before),
+            hit_rate=used["hits"] / max(1, used["hits"] + used["misses"]) if slots else None,
+            moved_bytes=used["moved_bytes"],
             device_bytes=device_peak(ask.device, held_device_bytes(stats, slots)),
             host_bytes=held_host_bytes(stats, slots),
         )
 
 
-def moved(model: Any, slots: bool) -> int:
-    return 0 if slots else model.get_stream_stats()["h2d_bytes"]
-
-
-def hit_rate(stats: dict[str, Any]) -> float | None:
-    looked_up = stats["hits"] + stats["misses"]
-    return stats["hits"] / looked_up if looked_up else None
+def traffic(model: Any, slots: bool) -> dict[str, int]:
+    """Counters so far. On the CPU a streamed layer is read straight to where it is used: its reads are what moved."""
+    if slots:
+        stats = model.get_expert_cache_stats()
+        return {"moved_bytes": stats["h2d_bytes"], "hits": stats["hits"], "misses": stats["misses"]}
+    stats = model.get_stream_stats()
+    on_cpu = model.device.type == "cpu"
+    return {"moved_bytes": stats["bytes_read"] if on_cpu else stats["h2d_bytes"]}
 
 
 def held_device_bytes(stats: dict[str, Any], slots: bool) -> int:
