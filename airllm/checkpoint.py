@@ -10,8 +10,9 @@ import logging
 import os
 import re
 import threading
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import FIRST_EXCEPTION, Future, ThreadPoolExecutor, wait
+from dataclasses import dataclass
 from pathlib import Path, PurePosixPath
 from typing import Any
 
@@ -20,13 +21,14 @@ import torch
 from airllm.errors import CheckpointError
 from airllm.safetensors_format import DOWNLOAD_AGAIN, FileHeader, TensorEntry, read_header
 
-__all__ = ["CheckpointIndex", "TensorEntry", "TensorReader", "has_bin_weights"]
+__all__ = ["CheckpointIndex", "ScatterRead", "TensorEntry", "TensorReader", "has_bin_weights", "plan_scatter"]
 
 log = logging.getLogger(__name__)
 
 SINGLE_FILE = "model.safetensors"
 INDEX_FILE = "model.safetensors.index.json"
 DONE = ".done"
+IOVEC_LIMIT = 512  # destinations of one scattered read; systems allow at least 1024
 READ_CHUNK_BYTES = 1 << 26  # Linux caps one read at 2 GiB; smaller pieces also let a cancelled job end soon
 _SHARD = re.compile(r"-\d{5}-of-(\d{5})\.safetensors$")
 
@@ -209,6 +211,12 @@ class _OpenFile:
             self._file.seek(offset)
             return self._file.readinto(view) or 0
 
+    def scatter_at(self, views: Sequence[memoryview], offset: int) -> int:
+        """Read up to the views' bytes at ``offset``, one view after the other, in one call of the system where it can."""
+        if hasattr(os, "preadv"):
+            return os.preadv(self._file.fileno(), views[:IOVEC_LIMIT], offset)
+        return self.read_at(views[0], offset)
+
     def close(self) -> None:
         self._file.close()
 
@@ -222,7 +230,7 @@ class TensorReader:
     def __init__(self, threads: int | None = None) -> None:
         if threads is not None and threads < 1:
             raise ValueError(f"threads must be at least 1, got {threads}")
-        self.threads = threads or min(8, os.cpu_count() or 1)
+        self.threads = threads or min(16, os.cpu_count() or 1)
         self.bytes_read = 0
         self.reads = 0
         self._files: dict[Path, _OpenFile] = {}
@@ -249,6 +257,15 @@ class TensorReader:
         count = 0
         try:
             count = _read_exactly(file, entry, view, entry.offset + byte_offset)
+        finally:
+            self._release(count)
+
+    def scatter(self, read: ScatterRead) -> None:
+        """Fill the read's destinations with one run of its file. Raises CheckpointError when the file ends early."""
+        file = self._acquire(read.path)
+        count = 0
+        try:
+            count = _scatter_exactly(file, read)
         finally:
             self._release(count)
 
@@ -323,6 +340,54 @@ class TensorReader:
             self.bytes_read += count
             self.reads += 1
             self._state.notify_all()
+
+
+@dataclass(frozen=True, slots=True)
+class ScatterRead:
+    """One run of a file, from byte ``offset`` on, into the ``views`` one after the other."""
+
+    path: Path
+    offset: int
+    views: tuple[memoryview, ...]
+
+
+def plan_scatter(wanted: Iterable[tuple[TensorEntry, int, torch.Tensor]]) -> list[ScatterRead]:
+    """Join reads (entry, byte offset in it, CPU tensor to fill) that are neighbours in their file, in the order given."""
+    planned: list[ScatterRead] = []
+    ends: list[int] = []
+    for entry, byte_offset, out in wanted:
+        view = memoryview(out.detach().reshape(-1).view(torch.uint8).numpy().data)
+        if byte_offset < 0 or byte_offset + len(view) > entry.nbytes:
+            raise ValueError(f"{entry.name}: bytes {byte_offset}+{len(view)} lie outside its {entry.nbytes} B")
+        offset = entry.offset + byte_offset
+        if planned and planned[-1].path == entry.path and ends[-1] == offset:
+            planned[-1] = ScatterRead(entry.path, planned[-1].offset, (*planned[-1].views, view))
+            ends[-1] += len(view)
+        else:
+            planned.append(ScatterRead(entry.path, offset, (view,)))
+            ends.append(offset + len(view))
+    return planned
+
+
+def _scatter_exactly(file: _OpenFile, read: ScatterRead) -> int:
+    left, done = list(read.views), 0
+    while left:
+        try:
+            count = file.scatter_at(left, read.offset + done)
+        except OSError as error:
+            raise CheckpointError(f"{read.path}: reading at byte {read.offset + done} failed: {error}") from error
+        if count == 0:
+            need = read.offset + sum(len(view) for view in read.views)
+            raise CheckpointError(
+                f"{read.path} ends at byte {read.offset + done}, bytes up to {need} are needed: the file changed since it "
+                f"was checked; {DOWNLOAD_AGAIN}"
+            )
+        done += count
+        while left and count >= len(left[0]):
+            count -= len(left.pop(0))
+        if count:
+            left[0] = left[0][count:]
+    return done
 
 
 def _cancel_and_wait(futures: Sequence[Future[None]]) -> None:

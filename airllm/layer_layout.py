@@ -11,11 +11,13 @@ from dataclasses import dataclass, field
 import torch
 from torch import nn
 
-from airllm.checkpoint import TensorReader
+from airllm.checkpoint import ScatterRead, TensorReader, plan_scatter
 from airllm.weight_map import Chunk, LoadGroup, TargetSpec, WeightMap
 
 ALIGN_BYTES = 256  # what the widest device loads and the matrix libraries' fastest kernels ask for
-PIECE_BYTES = 8 << 20  # read and copied as one: large enough for the disk and the link, small enough to overlap them
+PIECE_BYTES = 16 << 20
+"""Read by one job: large enough that a job is one call of the system that lasts milliseconds (between calls a reading thread
+waits for Python's lock, which the thread that runs the model may hold), small enough that every thread gets one."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -35,19 +37,31 @@ class Place:
 
 @dataclass(frozen=True, slots=True)
 class Piece:
-    """Bytes ``start`` to ``end`` of the block, and what fills them."""
+    """What one job reads: chunks that are neighbours in the file, or one conversion. ``ranges``: the bytes of the block that
+    it fills, as (start, end)."""
 
-    start: int
-    end: int
+    ranges: tuple[tuple[int, int], ...]
     chunks: tuple[Chunk, ...] = ()
     converted: LoadGroup | None = None
 
+    @property
+    def nbytes(self) -> int:
+        return sum(end - start for start, end in self.ranges)
+
     def read(self, reader: TensorReader, views: LayerViews) -> None:
         """Fill the bytes in the host block that ``views`` looks at."""
-        for chunk in self.chunks:
-            chunk.read(reader, views.flat[chunk.target])
         if self.converted is not None:
             self.converted.read_into(reader, {spec.name: views.whole[spec.name] for spec in self.converted.targets})
+            return
+        for read in views.straight_reads(self):
+            reader.scatter(read)
+        for chunk in self.chunks:
+            if not _lands_as_it_is(chunk, views):
+                chunk.read(reader, views.flat[chunk.target])
+
+
+def _lands_as_it_is(chunk: Chunk, views: LayerViews) -> bool:
+    return chunk.entry.dtype == views.flat[chunk.target].dtype
 
 
 @dataclass(frozen=True)
@@ -68,6 +82,22 @@ class LayerViews:
     def __init__(self, layout: LayerLayout, block: torch.Tensor) -> None:
         self.whole = {place.spec.name: place.view(block) for place in layout.places}
         self.flat = {name: tensor.view(-1) for name, tensor in self.whole.items()}
+        self._reads: dict[int, list[ScatterRead]] = {}
+
+    def straight_reads(self, piece: Piece) -> list[ScatterRead]:
+        """The reads of the piece whose bytes land as they are; made once, so that streaming a layer is one call a piece."""
+        made = self._reads.get(id(piece))
+        if made is None:
+            wanted = [
+                (chunk.entry, chunk.source_start * chunk.entry.dtype.itemsize, self._run(chunk))
+                for chunk in piece.chunks
+                if _lands_as_it_is(chunk, self)
+            ]
+            made = self._reads[id(piece)] = plan_scatter(wanted)
+        return made
+
+    def _run(self, chunk: Chunk) -> torch.Tensor:
+        return self.flat[chunk.target][chunk.start : chunk.start + chunk.count]
 
 
 def plan_layers(
@@ -122,7 +152,8 @@ def _lay_out(
     groups: Sequence[LoadGroup], owners: dict[str, list[tuple[nn.Module, str]]], on_meta: dict[str, nn.Parameter]
 ) -> tuple[list[Place], list[Piece], int]:
     places: list[Place] = []
-    reads: list[Piece] = []
+    converted: list[Piece] = []
+    straight: list[tuple[Chunk, int, int]] = []  # with the bytes of the block that it fills
     end = 0
     for group in groups:
         start = end
@@ -130,30 +161,35 @@ def _lay_out(
             places.append(Place(spec, end, tuple(owners[spec.name]), on_meta[spec.name]))
             end += -(-spec.nbytes // ALIGN_BYTES) * ALIGN_BYTES
         if not group.straight:
-            reads.append(Piece(start, end, converted=group))
+            converted.append(Piece(((start, end),), converted=group))
             continue
         item = group.targets[0].dtype.itemsize
         for chunk in group.chunks(PIECE_BYTES):
             first = start + chunk.start * item
-            reads.append(Piece(first, first + chunk.count * item, (chunk,)))
-    return places, list(_joined(reads)), end
+            straight.append((chunk, first, first + chunk.count * item))
+    return places, [*converted, *_packed(straight)], end
 
 
-def _joined(reads: Sequence[Piece]) -> Iterator[Piece]:
-    """Small neighbours as one piece of at most PIECE_BYTES: a norm is not worth a read job of its own."""
-    held: Piece | None = None
-    for piece in reads:
-        if (
-            held is not None
-            and held.converted is None
-            and piece.converted is None
-            and 0 <= piece.start - held.end < ALIGN_BYTES
-            and piece.end - held.start <= PIECE_BYTES
-        ):
-            held = Piece(held.start, piece.end, held.chunks + piece.chunks)
-            continue
-        if held is not None:
-            yield held
-        held = piece
-    if held is not None:
-        yield held
+def _packed(reads: list[tuple[Chunk, int, int]]) -> Iterator[Piece]:
+    """Chunks in the order of the file, in pieces of about PIECE_BYTES: a job reads one run of the file where it can."""
+    reads = sorted(reads, key=lambda read: (str(read[0].entry.path), read[0].entry.offset, read[0].source_start))
+    held: list[tuple[Chunk, int, int]] = []
+    size = 0
+    for read in reads:
+        if held and size + read[2] - read[1] > PIECE_BYTES:
+            yield _piece_of(held)
+            held, size = [], 0
+        held.append(read)
+        size += read[2] - read[1]
+    if held:
+        yield _piece_of(held)
+
+
+def _piece_of(reads: Sequence[tuple[Chunk, int, int]]) -> Piece:
+    ranges: list[tuple[int, int]] = []
+    for start, end in sorted((start, end) for _, start, end in reads):
+        if ranges and start - ranges[-1][1] < ALIGN_BYTES:  # only padding in between
+            ranges[-1] = (ranges[-1][0], end)
+        else:
+            ranges.append((start, end))
+    return Piece(tuple(ranges), tuple(chunk for chunk, _, _ in reads))

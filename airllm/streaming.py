@@ -23,12 +23,13 @@ from airllm.checkpoint import TensorReader
 from airllm.errors import DeviceError
 from airllm.experts.host_memory import HostBlock
 from airllm.experts.transfer import StreamTransfer, SyncTransfer, Transfer
-from airllm.layer_layout import LayerLayout, LayerViews, plan_layers
+from airllm.layer_layout import LayerLayout, LayerViews, Piece, plan_layers
 from airllm.weight_map import WeightMap
 
 log = logging.getLogger(__name__)
 
 WATCHED_ROWS = 64  # rows of hidden states that may be kept alive a layer to find a layer that computed infinities
+HOST_BLOCKS = 2  # one is read into while the other is copied to the device
 RING_BLOCKS = 3  # one computes, one is ready, one is being filled
 
 Progress = Callable[[int], None]
@@ -77,7 +78,9 @@ class LayerStreamer:
         self._fills: list[Future[None] | None] = [None] * ring
         self._current: tuple[int, int] | None = None  # (layer, block) whose views are installed
         self._kept: list[torch.Tensor] = []
-        self._host: HostBlock | None = None
+        self._hosts: list[HostBlock] = []
+        self._sent_from: list[int | None] = []  # for each host block, the device block that its last copies went to
+        self._turn = 0
         self._views: dict[tuple[int, int], LayerViews] = {}  # (layer, host block)
         self._parameters: dict[tuple[Any, int], list[nn.Parameter]] = {}  # (layout key, block)
         self._transfer: Transfer = SyncTransfer()
@@ -120,17 +123,19 @@ class LayerStreamer:
             ) from error
         if self.on_gpu:
             self._transfer = StreamTransfer(self._ring + 1, self.device)
-            self._host = HostBlock(max((layout.nbytes for layout in self._layouts), default=0))
-            if self._pin_memory and not self._host.pin():
-                log.warning("host memory is not pinned (%s): copies to the device are slower", self._host.pin_reason)
+            size = max((layout.nbytes for layout in self._layouts), default=0)
+            self._hosts = [HostBlock(size) for _ in range(HOST_BLOCKS if self._ring > 1 else 1)]
+            self._sent_from = [None] * len(self._hosts)
+            refused = [host.pin_reason for host in self._hosts if self._pin_memory and not host.pin()]
+            if refused:
+                log.warning("host memory is not pinned (%s): copies to the device are slower", refused[0])
 
     def _device_bytes(self, nbytes: int) -> torch.Tensor:
         return torch.empty(nbytes, dtype=torch.uint8, device=self.device)
 
     def _load_to_stay(self, number: int, progress: Progress | None) -> None:
         layout, block = self._layouts[number], self._kept[number]
-        views = LayerViews(layout, block if self._host is None else self._host.tensor)
-        self._fill_block(layout, views, block, self._ring)
+        self._fill_block(number, block, self._ring)
         self._transfer.wait(self._ring)
         for place in layout.places:
             parameter = nn.Parameter(place.view(block), requires_grad=False)
@@ -161,9 +166,9 @@ class LayerStreamer:
     def _free_staging(self) -> None:
         self._transfer.synchronize()
         self._views = {}
-        if self._host is not None:
-            self._host.close()
-            self._host = None
+        for host in self._hosts:
+            host.close()
+        self._hosts = []
 
     # --- one layer ----------------------------------------------------------------------------------------------------
 
@@ -257,30 +262,44 @@ class LayerStreamer:
         self._holds[block] = number
 
     def _fill(self, number: int, block: int) -> None:
-        layout = self._layouts[number]
-        host = 0 if self._host is not None else block
-        views = self._views.get((number, host))
-        if views is None:
-            views = LayerViews(layout, self._blocks[block] if self._host is None else self._host.tensor)
-            self._views[number, host] = views
-        self._fill_block(layout, views, self._blocks[block], block)
+        self._fill_block(number, self._blocks[block], block)
         self.counts.layer_loads += 1
 
-    def _fill_block(self, layout: LayerLayout, views: LayerViews, block: torch.Tensor, place: int) -> None:
-        """Read every piece and, where there is a host block, send each on as soon as it has arrived."""
+    def _fill_block(self, number: int, block: torch.Tensor, place: int) -> None:
+        """Read every piece and, where there are host blocks, send each on as soon as it has arrived."""
         started = time.perf_counter()
-        self._transfer.synchronize()  # the host block is free once its last copy has ended
-        source = None if self._host is None else self._host.tensor
-
-        def job(piece: Any) -> None:
-            piece.read(self._reader, views)
-            if source is not None:
-                self._transfer.copy(source[piece.start : piece.end], block[piece.start : piece.end], place)
-
-        self._reader.run([partial(job, piece) for piece in layout.pieces])
+        layout = self._layouts[number]
+        if not self._hosts:
+            views = self._views_of(number, place, block)
+            self._reader.run([partial(piece.read, self._reader, views) for piece in layout.pieces])
+        else:
+            host, self._turn = self._turn, (self._turn + 1) % len(self._hosts)
+            self._await_copies_from(host)
+            self._sent_from[host] = place
+            source = self._hosts[host].tensor
+            views = self._views_of(number, host, source)
+            self._reader.run([partial(self._send, piece, views, source, block, place) for piece in layout.pieces])
+            self.counts.h2d_bytes += sum(piece.nbytes for piece in layout.pieces)
         self.counts.read_s += time.perf_counter() - started
-        if source is not None:
-            self.counts.h2d_bytes += sum(piece.end - piece.start for piece in layout.pieces)
+
+    def _send(self, piece: Piece, views: LayerViews, source: torch.Tensor, block: torch.Tensor, place: int) -> None:
+        piece.read(self._reader, views)
+        for start, end in piece.ranges:
+            self._transfer.copy(source[start:end], block[start:end], place)
+
+    def _await_copies_from(self, host: int) -> None:
+        """A host block may be filled anew once its last copies have ended; those of the other one go on meanwhile."""
+        place = self._sent_from[host]
+        if place is not None:
+            self._transfer.finish(place)
+
+    def _views_of(self, number: int, memory_number: int, memory: torch.Tensor) -> LayerViews:
+        key = number, memory_number
+        if number < self._resident:  # read once: not worth keeping
+            return LayerViews(self._layouts[number], memory)
+        if key not in self._views:
+            self._views[key] = LayerViews(self._layouts[number], memory)
+        return self._views[key]
 
     # --- what others ask ----------------------------------------------------------------------------------------------
 
@@ -310,9 +329,9 @@ class LayerStreamer:
             "resident_bytes": sum(block.numel() for block in self._kept),
             "ring_blocks": len(self._blocks),
             "ring_bytes": sum(block.numel() for block in self._blocks),
-            "staging_bytes": 0 if self._host is None else self._host.nbytes,
-            "pinned": None if self._host is None else self._host.pinned,
-            "pin_reason": "no host block" if self._host is None else self._host.pin_reason,
+            "staging_bytes": sum(host.nbytes for host in self._hosts),
+            "pinned": all(host.pinned for host in self._hosts) if self._hosts else None,
+            "pin_reason": self._hosts[0].pin_reason if self._hosts else "no host block",
         }
 
 

@@ -1,7 +1,7 @@
 """Bank to slot: the only file of the package's expert path that touches streams and events.
 
-Two edges keep a place on the device right: the copy into it waits for its last reader (``begin``), and the reader waits for
-the copy (``wait``). The synchronous twin serves the CPU.
+Two edges keep a place on the device right: the copy into it waits for its last reader (``done_reading``), and the reader
+waits for the copy (``wait``). The synchronous twin serves the CPU.
 """
 
 from __future__ import annotations
@@ -25,6 +25,9 @@ class Transfer(Protocol):
     def done_reading(self, place: int) -> None:
         """What was enqueued until now is the last reader of ``place``."""
 
+    def finish(self, place: int) -> None:
+        """Return when the copies into ``place`` have ended."""
+
     def synchronize(self) -> None:
         """Return when no copy is under way."""
 
@@ -43,6 +46,9 @@ class SyncTransfer:
         pass
 
     def done_reading(self, place: int) -> None:
+        pass
+
+    def finish(self, place: int) -> None:
         pass
 
     def synchronize(self) -> None:
@@ -85,6 +91,9 @@ class StreamTransfer:
 
     def done_reading(self, place: int) -> None:
         self._read[place].record(torch.cuda.current_stream(self.device))
+
+    def finish(self, place: int) -> None:
+        self._copied[place].synchronize()
 
     def synchronize(self) -> None:
         self._stream.synchronize()
