@@ -15,7 +15,8 @@ from typing import Any
 
 from airllm.checkpoint import CheckpointIndex, TensorEntry
 from airllm.errors import CheckpointError, UnsupportedModelError
-from airllm.experts.budget import GIB, SlotPlan, auto_budget_bytes, plan_slots
+from airllm.experts.assembly import RESERVE_BYTES
+from airllm.experts.budget import GIB, SCRATCH_SLOTS, SlotPlan, auto_budget_bytes, plan_slots
 
 # "model.layers.3.mlp.experts.5.w1.weight" -> ("model.layers.3.mlp.", "5"); stacked tensors have no number.
 # Shared experts ("mlp.shared_experts.…") run for every token: they are dense weights and do not match.
@@ -24,9 +25,8 @@ _TOP_K_NAMES = ("num_experts_per_tok", "num_experts_per_token", "moe_topk", "moe
 _LAYER_NAME = re.compile(r"(?:^|\.)(?:layers|h|blocks)\.\d+\.")
 _EMBEDDING_NAME = re.compile(r"(?:^|\.)(?:embed_tokens|wte|embed_in)\.weight$")
 
-# What generation needs on the device beside weights, slots and KV cache: BLAS workspace, activations, allocator rounding.
-WORKSPACE_BYTES = 256 * 2**20
-RESERVE_BYTES = 256 * 2**20
+# What a card loses to the driver's context and libraries before the first tensor; seen between 0.3 and 0.6 GiB.
+CONTEXT_BYTES = 512 * 2**20
 
 
 @dataclass(frozen=True)
@@ -58,6 +58,8 @@ class Inspection:
     architectures: tuple[str, ...]
     layers: int | None
     hidden: int | None
+    vocabulary: int | None
+    bytes_per_value: int
     kv_bytes_per_token: int | None
     sliding_window: int | None
     files: int
@@ -73,9 +75,17 @@ class Inspection:
         return self.total_bytes - (self.experts.total_bytes if self.experts else 0)
 
     def kv_bytes(self, tokens: int) -> int:
-        """Bytes of the KV cache for `tokens` tokens; layers with a sliding window keep no more than the window."""
-        kept = min(tokens, self.sliding_window) if self.sliding_window else tokens
-        return kept * (self.kv_bytes_per_token or 0)
+        """Bytes of the KV cache for `tokens` tokens."""
+        return tokens * (self.kv_bytes_per_token or 0)
+
+    def workspace_bytes(self, tokens: int) -> int:
+        """Activations of one prompt, by the same estimate as expert_cache_gb="auto" (airllm.experts.assembly)."""
+        if self.experts is None or not self.hidden or not self.vocabulary:
+            return 0
+        width = self.experts.expert_bytes // (3 * self.hidden * self.bytes_per_value)
+        widest = max(2 * width, self.hidden)
+        row = self.bytes_per_value * (12 * self.hidden + 2 * widest)
+        return tokens * row + self.vocabulary * (4 + self.bytes_per_value)
 
 
 @dataclass(frozen=True)
@@ -99,8 +109,11 @@ def inspect_folder(folder: str | Path) -> Inspection:
     index = CheckpointIndex.open(root)
     text = config.get("text_config") or config
     dtypes: Counter[str] = Counter()
+    item_bytes: Counter[int] = Counter()
     for entry in index.values():
         dtypes[str(entry.dtype).removeprefix("torch.")] += entry.nbytes
+        item_bytes[entry.dtype.itemsize] += entry.nbytes
+    bytes_per_value = item_bytes.most_common(1)[0][0] if item_bytes else 2
     window = text.get("sliding_window") if text.get("use_sliding_window", True) else None
     return Inspection(
         folder=root,
@@ -108,7 +121,9 @@ def inspect_folder(folder: str | Path) -> Inspection:
         architectures=tuple(config.get("architectures") or ()),
         layers=first_int(text, ("num_hidden_layers", "n_layer", "num_layers")),
         hidden=first_int(text, ("hidden_size", "n_embd", "d_model")),
-        kv_bytes_per_token=kv_bytes_per_token(text, dtypes),
+        vocabulary=first_int(text, ("vocab_size",)),
+        bytes_per_value=bytes_per_value,
+        kv_bytes_per_token=kv_bytes_per_token(text, bytes_per_value),
         sliding_window=int(window) if window else None,
         files=len(index.files),
         tensors=len(index),
@@ -143,7 +158,7 @@ def first_int(config: Mapping[str, Any], names: Iterable[str]) -> int | None:
     return None
 
 
-def kv_bytes_per_token(config: Mapping[str, Any], dtypes: Counter[str]) -> int | None:
+def kv_bytes_per_token(config: Mapping[str, Any], bytes_per_value: int) -> int | None:
     """Bytes of keys and values of one token over all layers, None where the config does not say enough."""
     layers = first_int(config, ("num_hidden_layers", "n_layer"))
     heads = first_int(config, ("num_attention_heads", "n_head"))
@@ -152,7 +167,6 @@ def kv_bytes_per_token(config: Mapping[str, Any], dtypes: Counter[str]) -> int |
         return None
     kv_heads = first_int(config, ("num_key_value_heads",)) or heads
     head_dim = first_int(config, ("head_dim",)) or hidden // heads
-    bytes_per_value = 4 if dtypes and dtypes.most_common(1)[0][0] == "float32" else 2
     return 2 * layers * kv_heads * head_dim * bytes_per_value
 
 
@@ -201,11 +215,11 @@ def budget_for_card(inspection: Inspection, vram_bytes: int, max_seq_len: int) -
     """Bytes left for slots on an empty card of `vram_bytes`, by the rule of expert_cache_gb="auto"."""
     experts = require_experts(inspection)
     return auto_budget_bytes(
-        free_bytes=vram_bytes - inspection.dense_bytes,
+        free_bytes=vram_bytes - CONTEXT_BYTES - inspection.dense_bytes,
         kv_cache_bytes=inspection.kv_bytes(max_seq_len),
-        workspace_bytes=WORKSPACE_BYTES,
+        workspace_bytes=inspection.workspace_bytes(max_seq_len),
         reserve_bytes=RESERVE_BYTES,
-        scratch_bytes=2 * experts.expert_bytes,
+        scratch_bytes=SCRATCH_SLOTS * experts.expert_bytes,
     )
 
 
@@ -299,12 +313,17 @@ def describe_experts(experts: ExpertSizes) -> list[str]:
 
 
 def describe_card(found: Inspection, vram_bytes: int, budget_bytes: int, max_seq_len: int) -> list[str]:
-    return [
-        f"  card            {gib(vram_bytes)} less dense {gib(found.dense_bytes)}, KV cache for {max_seq_len} tokens "
-        f"{gib(found.kv_bytes(max_seq_len))}, workspace {gib(WORKSPACE_BYTES)}, reserve {gib(RESERVE_BYTES)} and scratch "
-        f"leaves {budget_bytes / GIB:.3f} GiB",
-        "",
-    ]
+    parts = {
+        "dense weights": found.dense_bytes,
+        f"KV cache for {max_seq_len} tokens": found.kv_bytes(max_seq_len),
+        "activations": found.workspace_bytes(max_seq_len),
+        "driver context": CONTEXT_BYTES,
+        "reserve": RESERVE_BYTES,
+        "scratch slots": SCRATCH_SLOTS * require_experts(found).expert_bytes,
+    }
+    lines = [f"  card            {gib(vram_bytes)}"]
+    lines += [f"                  - {gib(nbytes)} {name}" for name, nbytes in parts.items()]
+    return [*lines, f"                  = {budget_bytes / GIB:.3f} GiB for slots", ""]
 
 
 def slot_table(outlooks: list[SlotOutlook], link_bytes_per_s: float) -> list[str]:

@@ -41,7 +41,7 @@ HEAD_STD = 0.3
 EMBEDDING_STD = 1.0
 ROUTER_NORM_BIAS_STD = 0.5
 POOL_VALUES = 2**25  # 64 MiB in half precision
-SHARD_BYTES = 4 * 10**9
+SHARD_BYTES = 5 * 10**9
 COMMON = "common"
 
 
@@ -126,19 +126,15 @@ def as_bytes(tensor: torch.Tensor) -> memoryview:
 
 
 def shards(all_tensors: list[Tensor], bytes_per_value: int, shard_bytes: int) -> list[list[Tensor]]:
-    """Cut the list where a shard would grow past `shard_bytes`; a checkpoint of more than one layer has at least two."""
+    """Cut the list into about equal files of about `shard_bytes`, at least two, as the hub's checkpoints come."""
     total = sum(t.values for t in all_tensors) * bytes_per_value
-    limit = min(shard_bytes, total // 2 + 1)
-    cut: list[list[Tensor]] = [[]]
-    size = 0
+    count = max(2, math.ceil(total / shard_bytes))
+    cut: list[list[Tensor]] = [[] for _ in range(count)]
+    start = 0
     for tensor in all_tensors:
-        nbytes = tensor.values * bytes_per_value
-        if cut[-1] and size + nbytes > limit:
-            cut.append([])
-            size = 0
-        cut[-1].append(tensor)
-        size += nbytes
-    return cut
+        cut[start * count // total].append(tensor)
+        start += tensor.values * bytes_per_value
+    return [shard for shard in cut if shard]
 
 
 def safetensors_header(shard: list[Tensor], code: str, bytes_per_value: int) -> bytes:

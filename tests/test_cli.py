@@ -57,7 +57,7 @@ def dense(tmp_path_factory):
 def hollow(folder: Path, geometry: Geometry, dtype: str) -> Path:
     """A checkpoint whose files have the right headers and sizes and take no disk: holes where the weights would be."""
     code, torch_dtype = DTYPES[dtype]
-    cut = shards(list(tensors(geometry)), torch_dtype.itemsize, 4 * 10**9)
+    cut = shards(list(tensors(geometry)), torch_dtype.itemsize, 5 * 10**9)
     weight_map = {}
     for number, shard in enumerate(cut, 1):
         name = f"model-{number:05d}-of-{len(cut):05d}.safetensors"
@@ -178,6 +178,21 @@ def test_inspect_of_a_card_leaves_room_for_dense_weights_and_the_rest(phi_tiny):
     assert result.exit_code == 0, result.output
     slots = int(result.output.strip().splitlines()[-1].split()[1])
     assert 64 < slots < (4 * 2**30 - 1_873_295_872) // 11_010_048
+
+
+def test_inspect_of_a_card_counts_as_the_auto_budget_does(phi_tiny):
+    from types import SimpleNamespace
+
+    from transformers import AutoConfig
+
+    from airllm.experts.assembly import kv_cache_bytes, workspace_bytes
+
+    found, config = inspect_model.inspect_folder(phi_tiny), AutoConfig.from_pretrained(phi_tiny)
+    shapes = [(896, 4096), (4096, 448)]
+    layout = SimpleNamespace(projections=[SimpleNamespace(shape=shape, dtype=torch.bfloat16) for shape in shapes])
+    for tokens in (1, 512, 4096):
+        assert found.kv_bytes(tokens) == kv_cache_bytes(config, tokens, layout)
+        assert found.workspace_bytes(tokens) == workspace_bytes(config, tokens, layout)
 
 
 def test_inspect_of_a_card_that_is_too_small_says_so(phi_tiny):
