@@ -1,0 +1,545 @@
+"""A streamed model does what the unmodified transformers model in the same process does, and says what it cannot do."""
+
+from __future__ import annotations
+
+import logging
+import shutil
+import weakref
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import families
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+from transformers import GenerationConfig
+
+from airllm.airllm_base import AirLLMBaseModel
+from airllm.errors import AirLLMError, CheckpointError, NonFiniteError, OptionError, UnsupportedModelError
+
+FAMILIES = (
+    "llama", "gpt2", "gpt_neox", "opt", "phi", "mixtral", "qwen2_moe", "qwen3_moe", "olmoe", "deepseek_v3", "phimoe",
+    "gemma2",
+)  # fmt: skip
+pytestmark = pytest.mark.usefixtures("one_thread")
+LAYERS = 5  # more than the ring has blocks, so that every block is filled again and again
+
+
+@pytest.fixture(scope="module")
+def one_thread() -> Iterator[None]:
+    """These models are so small that a second thread costs more than it brings."""
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(before)
+
+
+@pytest.fixture(params=["cpu", pytest.param("cuda:0", marks=pytest.mark.gpu)])
+def device(request: pytest.FixtureRequest) -> str:
+    if request.param != "cpu" and not torch.cuda.is_available():
+        pytest.skip("needs a GPU")
+    return request.param
+
+
+@pytest.fixture(scope="session")
+def folder_of(checkpoint: Callable[..., Path]) -> Callable[..., Path]:
+    """The family's checkpoint with LAYERS layers."""
+
+    def build(family: str, **options: Any) -> Path:
+        return checkpoint(family, **{"n_layer" if family == "gpt2" else "num_hidden_layers": LAYERS}, **options)
+
+    return build
+
+
+class Pair:
+    """Ours and the oracle, on one device, and what both are asked."""
+
+    def __init__(self, folder: Path, device: str, **keywords: Any) -> None:
+        self.ours = AirLLMBaseModel(folder, device=device, **keywords)
+        self.oracle = families.oracle(folder, experts=None).to(device)
+
+    def same(self, ours: torch.Tensor, oracle: torch.Tensor) -> bool:
+        """To 1e-5: a matrix library may sum in another order for another address, on a CPU as on a GPU."""
+        return torch.allclose(ours, oracle, atol=1e-5, rtol=1e-5)
+
+    def generate(self, batch: int = 3, **keywords: Any) -> tuple[Any, Any]:
+        """Eight tokens of both after a left-padded batch."""
+        ids, mask = padded(self.oracle, batch)
+        answers = []
+        for model in (self.ours, self.oracle):
+            torch.manual_seed(5)
+            device = self.oracle.device
+            answers.append(
+                model.generate(ids.to(device), attention_mask=mask.to(device), max_new_tokens=8, **keywords)
+            )
+        return answers[0], answers[1]
+
+
+def padded(model: Any, batch: int) -> tuple[torch.Tensor, torch.Tensor]:
+    """Prompts of 9, 7 and 4 tokens, padded on the left."""
+    ids = families.prompt(model, 9, batch)
+    mask = torch.ones_like(ids)
+    for row, pads in enumerate((0, 2, 5)[:batch]):
+        mask[row, :pads] = 0
+        ids[row, :pads] = 0
+    return ids, mask
+
+
+@pytest.fixture
+def llama(folder_of: Callable[..., Path], device: str) -> Iterator[Pair]:
+    pair = Pair(folder_of("llama"), device)
+    yield pair
+    pair.ours.close()
+
+
+# --- the same answers -------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_every_family_gives_the_oracles_logits_and_tokens(
+    family: str, folder_of: Callable[..., Path], device: str
+) -> None:
+    pair = Pair(folder_of(family), device)
+    ids = families.prompt(pair.oracle, 9, 2).to(device)
+    with torch.no_grad():
+        for _ in range(2):  # the second forward begins with layers that were read ahead
+            assert pair.same(pair.ours(ids).logits, pair.oracle(ids).logits)
+    ours, oracle = pair.generate()
+    assert torch.equal(ours, oracle)
+    assert pair.ours.get_stream_stats()["layer_loads"] >= 9 * LAYERS
+    pair.ours.close()
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("family", ["llama", "phimoe"])
+def test_half_precision_is_the_checkpoints_own(
+    family: str, dtype: torch.dtype, folder_of: Callable[..., Path]
+) -> None:
+    pair = Pair(folder_of(family, dtype=dtype), "cpu")
+    assert pair.ours.dtype == pair.oracle.dtype == dtype
+    ids = families.prompt(pair.oracle, 9)
+    with torch.no_grad():
+        assert torch.allclose(pair.ours(ids).logits, pair.oracle(ids).logits, atol=0.05)
+    ours, oracle = pair.generate()
+    assert torch.equal(ours, oracle)
+
+
+def test_a_dtype_asked_for_is_cast_to_while_streaming(folder_of: Callable[..., Path]) -> None:
+    folder = folder_of("mixtral", dtype=torch.bfloat16)
+    ours = AirLLMBaseModel(folder, device="cpu", dtype="float32")
+    oracle = families.oracle(folder, torch.float32, experts=None)
+    ids = families.prompt(oracle, 9)
+    with torch.no_grad():
+        assert torch.allclose(ours(ids).logits, oracle(ids).logits, atol=1e-5)
+
+
+@pytest.mark.parametrize(
+    ("family", "keywords"),
+    [
+        ("llama", {"do_sample": True, "temperature": 0.8, "top_k": 20}),
+        ("mixtral", {"do_sample": True, "num_return_sequences": 2}),
+        ("llama", {"num_beams": 3}),
+        ("mixtral", {"num_beams": 2, "do_sample": True}),
+        ("phimoe", {"use_cache": False}),
+        ("llama", {"cache_implementation": "static"}),
+        ("llama", {"repetition_penalty": 1.3, "no_repeat_ngram_size": 2}),
+    ],
+)
+def test_every_way_to_generate_gives_the_oracles_tokens(
+    family: str, keywords: dict[str, Any], folder_of: Callable[..., Path], device: str
+) -> None:
+    pair = Pair(folder_of(family), device)
+    ours, oracle = pair.generate(**keywords)
+    assert torch.equal(ours, oracle)
+    pair.ours.close()
+
+
+def test_a_static_cache_does_not_compile_the_forward(llama: Pair, monkeypatch: pytest.MonkeyPatch) -> None:
+    def refuse(*_: Any, **__: Any) -> None:
+        raise AssertionError("compiled code cannot follow weights that move")
+
+    monkeypatch.setattr(torch, "compile", refuse)
+    config = GenerationConfig(cache_implementation="static", max_new_tokens=3, pad_token_id=0)
+    llama.ours.generate(families.prompt(llama.oracle, 4), generation_config=config)
+    assert config.disable_compile is None, "the caller's own object must stay as it was"
+    assert llama.ours.model.generation_config.disable_compile is True
+
+
+def test_a_streamer_sees_the_oracles_tokens(llama: Pair) -> None:
+    class Collect:
+        def __init__(self) -> None:
+            self.seen: list[int] = []
+            self.ended = False
+
+        def put(self, value: torch.Tensor) -> None:
+            self.seen += value.flatten().tolist()
+
+        def end(self) -> None:
+            self.ended = True
+
+    ours, oracle = Collect(), Collect()
+    ids = families.prompt(llama.oracle, 6)
+    llama.ours.generate(ids, max_new_tokens=6, streamer=ours)
+    llama.oracle.generate(ids.to(llama.oracle.device), max_new_tokens=6, streamer=oracle)
+    assert ours.seen == oracle.seen and ours.ended
+
+
+def test_assisted_generation_with_plain_and_streamed_assistants(llama: Pair, checkpoint: Callable[..., Path]) -> None:
+    small = checkpoint("llama", num_hidden_layers=1, seed=5)
+    plain = families.oracle(small).to(llama.oracle.device)
+    _, alone = llama.generate(batch=1)
+    streamed = AirLLMBaseModel(small, device=str(llama.oracle.device))
+    for assistant in (plain, streamed):
+        ids, mask = padded(llama.oracle, 1)
+        ours = llama.ours.generate(ids, attention_mask=mask, max_new_tokens=8, assistant_model=assistant)
+        assert torch.equal(ours, alone)
+    ours, oracle = llama.generate(batch=1, prompt_lookup_num_tokens=2)
+    assert torch.equal(ours, oracle)
+    streamed.close()
+
+
+def test_hidden_states_and_scores_are_the_oracles(llama: Pair) -> None:
+    ours, oracle = llama.generate(
+        output_hidden_states=True, output_scores=True, return_dict_in_generate=True, output_attentions=False
+    )
+    assert torch.equal(ours.sequences, oracle.sequences)
+    for one, other in zip(ours.hidden_states, oracle.hidden_states, strict=True):
+        assert all(llama.same(a, b) for a, b in zip(one, other, strict=True))
+    assert all(llama.same(a, b) for a, b in zip(ours.scores, oracle.scores, strict=True))
+
+
+def test_a_cache_carried_from_call_to_call_by_hand_is_right(llama: Pair) -> None:
+    ids = families.prompt(llama.oracle, 8).to(llama.oracle.device)
+    first = llama.ours(ids[:, :5], use_cache=True)
+    second = llama.ours(ids[:, 5:], past_key_values=first.past_key_values, use_cache=True)
+    with torch.no_grad():
+        begun = llama.oracle(ids[:, :5], use_cache=True)
+        whole = llama.oracle(ids[:, 5:], past_key_values=begun.past_key_values, use_cache=True)
+    assert llama.same(second.logits, whole.logits)
+
+
+def test_each_row_of_a_padded_batch_equals_its_own_run(llama: Pair) -> None:
+    ids, mask = padded(llama.oracle, 3)
+    together = llama.ours.generate(ids, attention_mask=mask, max_new_tokens=6, do_sample=False)
+    for row in range(3):
+        own = ids[row : row + 1, mask[row].bool()]
+        alone = llama.ours.generate(own, attention_mask=torch.ones_like(own), max_new_tokens=6, do_sample=False)
+        assert torch.equal(together[row, ids.shape[1] :], alone[0, own.shape[1] :])
+
+
+# --- how much stays, and what is read ---------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("resident", ["all", 1])
+def test_a_model_that_fits_is_read_once(resident: object, folder_of: Callable[..., Path], device: str) -> None:
+    pair = Pair(folder_of("mixtral"), device, resident_gb=resident)
+    read = pair.ours.get_stream_stats()["bytes_read"]
+    ours, oracle = pair.generate()
+    assert torch.equal(ours, oracle)
+    stats = pair.ours.get_stream_stats()
+    assert stats["bytes_read"] == read, "nothing may be read once everything is there"
+    assert (stats["streamed_layers"], stats["ring_bytes"], stats["staging_bytes"]) == (0, 0, 0)
+    pair.ours.close()
+
+
+def test_the_first_layers_that_fit_stay(folder_of: Callable[..., Path], device: str) -> None:
+    streamed = AirLLMBaseModel(folder_of("llama"), device="cpu")
+    layer = streamed.get_stream_stats()["streamed_bytes"] // LAYERS
+    for gib, expected in ((2 * layer / 2**30, 2), ((2 * layer - 1) / 2**30, 1)):
+        pair = Pair(folder_of("llama"), device, resident_gb=gib)
+        stats = pair.ours.get_stream_stats()
+        assert (stats["resident_layers"], stats["resident_bytes"]) == (expected, expected * layer)
+        ours, oracle = pair.generate()
+        assert torch.equal(ours, oracle)
+        pair.ours.close()
+
+
+def test_without_prefetching_one_block_does(folder_of: Callable[..., Path], device: str) -> None:
+    pair = Pair(folder_of("llama"), device, prefetching=False)
+    ours, oracle = pair.generate()
+    assert torch.equal(ours, oracle)
+    assert pair.ours.get_stream_stats()["ring_blocks"] == 1
+    pair.ours.close()
+
+
+def test_each_token_reads_each_layer_once(folder_of: Callable[..., Path]) -> None:
+    ours = AirLLMBaseModel(folder_of("llama"), device="cpu")
+    ids = families.prompt(ours, 5)
+    ours(ids)
+    before = ours.get_stream_stats()
+    for _ in range(4):
+        ours(ids)
+    after = ours.get_stream_stats()
+    assert after["layer_loads"] - before["layer_loads"] == 4 * LAYERS
+    ours.close()
+
+
+def test_sharded_and_single_files_give_the_same(folder_of: Callable[..., Path]) -> None:
+    one, many = (AirLLMBaseModel(folder_of("llama", shards=n), device="cpu") for n in (1, 3))
+    ids = families.prompt(one, 6)
+    assert torch.equal(one(ids).logits, many(ids).logits)
+
+
+# --- splits and other files -------------------------------------------------------------------------------------------
+
+
+def test_a_split_is_written_only_when_asked_for(folder_of: Callable[..., Path], tmp_path: Path) -> None:
+    folder = folder_of("mixtral")
+    names = sorted(path.name for path in folder.iterdir())
+    plain = AirLLMBaseModel(folder, device="cpu")
+    assert plain.checkpoint_path == folder
+    split = AirLLMBaseModel(folder, device="cpu", layer_shards_saving_path=tmp_path)
+    assert split.checkpoint_path == tmp_path / "splitted_model"
+    ids = families.prompt(plain, 6)
+    assert torch.equal(plain(ids).logits, split(ids).logits)
+    assert sorted(path.name for path in folder.iterdir()) == names, "the checkpoint's own folder is left alone"
+
+
+def test_a_folder_whose_originals_were_deleted_loads_its_split(folder_of: Callable[..., Path], tmp_path: Path) -> None:
+    folder = tmp_path / "model"
+    shutil.copytree(folder_of("llama"), folder)
+    expected = AirLLMBaseModel(folder, device="cpu")(torch.tensor([[5, 6, 7]])).logits
+    for keywords in ({"delete_original": True}, {}):
+        model = AirLLMBaseModel(folder, device="cpu", **keywords)
+        assert torch.equal(model(torch.tensor([[5, 6, 7]])).logits, expected)
+    assert not list(folder.glob("*.safetensors"))
+
+
+def test_a_bin_checkpoint_is_split_and_streamed(folder_of: Callable[..., Path], tmp_path: Path) -> None:
+    source = folder_of("llama")
+    folder = tmp_path / "model"
+    shutil.copytree(source, folder)
+    torch.save(load_file(folder / "model.safetensors"), folder / "pytorch_model.bin")
+    (folder / "model.safetensors").unlink()
+    ids = torch.tensor([[5, 6, 7]])
+    expected = AirLLMBaseModel(source, device="cpu")(ids).logits
+    assert torch.equal(AirLLMBaseModel(folder, device="cpu")(ids).logits, expected)
+
+
+def test_a_damaged_file_is_refused_before_anything_is_allocated(
+    folder_of: Callable[..., Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    shutil.copytree(folder_of("llama"), tmp_path / "model")
+    file = tmp_path / "model" / "model.safetensors"
+    file.write_bytes(file.read_bytes()[:-1])
+    monkeypatch.setattr("airllm.airllm_base.build_skeleton", None)
+    with pytest.raises(CheckpointError, match=r"model\.safetensors"):
+        AirLLMBaseModel(tmp_path / "model", device="cpu")
+
+
+def test_compression_needs_bitsandbytes_and_says_so(folder_of: Callable[..., Path], tmp_path: Path) -> None:
+    try:
+        import bitsandbytes  # noqa: F401
+    except ImportError:
+        with pytest.raises(OptionError, match="bitsandbytes"):
+            AirLLMBaseModel(folder_of("llama"), device="cpu", compression="4bit", layer_shards_saving_path=tmp_path)
+        return
+    model = AirLLMBaseModel(folder_of("llama"), device="cpu", compression="4bit", layer_shards_saving_path=tmp_path)
+    assert model(torch.tensor([[5, 6, 7]])).logits.isfinite().all()
+
+
+# --- the interface ----------------------------------------------------------------------------------------------------
+
+
+def test_the_attributes_airllm_users_know_are_there(folder_of: Callable[..., Path]) -> None:
+    folder = folder_of("llama")
+    model = AirLLMBaseModel(str(folder), device="cpu", profiling_mode=True)
+    assert model.model_local_path == model.checkpoint_path == folder
+    assert (model.device, model.running_device) == (torch.device("cpu"), "cpu")
+    assert model.dtype == model.running_dtype == torch.float32
+    assert (model.max_seq_len, model.prefetching, model.compression) == (512, True, None)
+    assert model.config.model_type == "llama"
+    assert model.generation_config is model.model.generation_config
+    assert model.layer_names_dict == {
+        "embed": "model.embed_tokens", "layer_prefix": "model.layers", "norm": "model.norm", "lm_head": "lm_head",
+    }  # fmt: skip
+    model(torch.tensor([[5, 6]]))
+    assert set(model.profiler.profiling_time_dict) == {"forward", "wait_for_layers", "compute", "read_and_copy"}
+    assert AirLLMBaseModel(folder, device="cpu").profiler is None
+
+
+@pytest.mark.parametrize(
+    ("family", "layers", "norm"),
+    [
+        ("gpt2", "transformer.h", "transformer.ln_f"),
+        ("opt", "model.decoder.layers", "model.decoder.final_layer_norm"),
+        ("gpt_neox", "gpt_neox.layers", "gpt_neox.final_layer_norm"),
+    ],
+)
+def test_layer_names_follow_the_model(family: str, layers: str, norm: str, folder_of: Callable[..., Path]) -> None:
+    names = AirLLMBaseModel(folder_of(family), device="cpu").layer_names_dict
+    assert (names["layer_prefix"], names["norm"]) == (layers, norm)
+
+
+def test_what_the_class_lacks_is_the_models(llama: Pair) -> None:
+    assert llama.ours.get_input_embeddings() is llama.ours.model.get_input_embeddings()
+    with pytest.raises(AttributeError, match="no_such_thing"):
+        _ = llama.ours.no_such_thing
+
+
+def test_inputs_are_moved_to_the_device(llama: Pair) -> None:
+    ids = families.prompt(llama.oracle, 4)
+    assert ids.device.type == "cpu"
+    assert llama.ours(ids).logits.device == llama.oracle.device
+    assert llama.ours.generate(inputs=ids, max_new_tokens=2).device == llama.oracle.device
+
+
+def test_a_missing_tokenizer_leaves_the_model_usable(
+    folder_of: Callable[..., Path], caplog: pytest.LogCaptureFixture
+) -> None:
+    for family in ("llama", "opt"):  # transformers makes OPT's tokenizer out of nothing, with an empty vocabulary
+        caplog.clear()
+        model = AirLLMBaseModel(folder_of(family), device="cpu")
+        assert model.tokenizer is None
+        assert "no tokenizer" in caplog.text
+
+
+def test_a_prompt_longer_than_max_seq_len_is_said_once_and_not_cut(
+    folder_of: Callable[..., Path], caplog: pytest.LogCaptureFixture
+) -> None:
+    model = AirLLMBaseModel(folder_of("llama"), device="cpu", max_seq_len=4)
+    ids = families.prompt(model, 6)
+    with caplog.at_level(logging.WARNING, "airllm"):
+        for _ in range(2):
+            assert model.generate(ids, max_new_tokens=2, min_new_tokens=2).shape[1] == 8
+    assert caplog.text.count("more than max_seq_len=4") == 1
+
+
+@pytest.mark.parametrize("move", ["half", "bfloat16", "cuda"])
+def test_moving_or_casting_is_refused_with_the_remedy(move: str, folder_of: Callable[..., Path]) -> None:
+    model = AirLLMBaseModel(folder_of("llama"), device="cpu")
+    for each in (model, model.model):
+        with pytest.raises(UnsupportedModelError, match="load it again with d"):
+            getattr(each, move)()
+        with pytest.raises(UnsupportedModelError, match="load it again"):
+            each.to("cuda:0")
+
+
+def test_moving_to_where_it_is_changes_nothing(folder_of: Callable[..., Path]) -> None:
+    model = AirLLMBaseModel(folder_of("llama"), device="cpu")
+    assert model.to("cpu") is model and model.float() is model and model.eval() is model and model.cpu() is model
+    assert model.model.to("cpu") is model.model and model.model.to(torch.float32) is model.model
+    with pytest.raises(UnsupportedModelError, match="trained"):
+        model.train()
+    with pytest.raises(UnsupportedModelError, match="copy the checkpoint folder"):
+        model.save_pretrained("anywhere")
+
+
+def test_device_map_is_refused_with_the_reason(folder_of: Callable[..., Path]) -> None:
+    with pytest.raises(OptionError, match="places every weight itself"):
+        AirLLMBaseModel(folder_of("llama"), device="cpu", device_map="auto")
+
+
+def test_slots_are_refused_by_name_for_dense_and_other_moe_models(folder_of: Callable[..., Path]) -> None:
+    for family, reason in (("llama", "'llama' is dense"), ("mixtral", "'mixtral' yet")):
+        with pytest.raises(UnsupportedModelError, match=reason):
+            AirLLMBaseModel(folder_of(family), device="cpu", expert_cache_backend="slot")
+
+
+def test_nothing_needs_a_gradient(llama: Pair) -> None:
+    assert not llama.ours(families.prompt(llama.oracle, 4)).logits.requires_grad
+    assert not any(parameter.requires_grad for parameter in llama.ours.model.parameters())
+
+
+# --- numbers that went wrong ------------------------------------------------------------------------------------------
+
+
+def poisoned(folder: Path, target: Path, name: str, value: float) -> Path:
+    """A copy of the checkpoint with one value of one tensor changed."""
+    shutil.copytree(folder, target)
+    tensors = load_file(target / "model.safetensors")
+    tensors[name].view(-1)[0] = value
+    save_file(tensors, target / "model.safetensors", {"format": "pt"})
+    return target
+
+
+@pytest.mark.parametrize("value", [float("nan"), float("inf")])
+@pytest.mark.parametrize("resident", [0, "all"])
+def test_logits_that_are_not_finite_raise_and_name_the_layer(
+    value: float, resident: object, folder_of: Callable[..., Path], tmp_path: Path, device: str
+) -> None:
+    name = "model.layers.2.self_attn.o_proj.weight"
+    folder = poisoned(folder_of("llama"), tmp_path / "model", name, value)
+    model = AirLLMBaseModel(folder, device=device, resident_gb=resident)
+    with pytest.raises(NonFiniteError, match=r"model\.layers\.2.*float32"):
+        model.generate(torch.tensor([[5, 6, 7]]), max_new_tokens=2)
+    model.close()
+
+
+def test_a_head_that_is_not_finite_is_named_as_such(folder_of: Callable[..., Path], tmp_path: Path) -> None:
+    folder = poisoned(folder_of("llama"), tmp_path / "model", "lm_head.weight", float("inf"))
+    with pytest.raises(NonFiniteError, match="the head"):
+        AirLLMBaseModel(folder, device="cpu").generate(torch.tensor([[5, 6, 7]]), max_new_tokens=2)
+
+
+def test_minus_infinity_among_the_logits_is_no_fault(llama: Pair) -> None:
+    def mask_one(module: Any, args: Any, output: torch.Tensor) -> torch.Tensor:
+        output[..., 3] = -torch.inf
+        return output
+
+    llama.ours.model.lm_head.register_forward_hook(mask_one)
+    assert llama.ours.generate(families.prompt(llama.oracle, 4), max_new_tokens=3).shape[1] >= 5
+
+
+# --- coming to an end -------------------------------------------------------------------------------------------------
+
+
+def test_a_closed_model_says_so_and_holds_nothing(folder_of: Callable[..., Path], device: str) -> None:
+    with AirLLMBaseModel(folder_of("llama"), device=device) as model:
+        ids = families.prompt(model, 4)
+        expected = model(ids).logits
+        blocks = [weakref.ref(block) for block in model._streamer._blocks]
+    assert all(block() is None for block in blocks)
+    assert all(tensor.is_meta for tensor in [*model.model.parameters(), *model.model.buffers()])
+    for call in (model, model.model, lambda ids: model.generate(ids, max_new_tokens=1)):
+        with pytest.raises(AirLLMError, match="load it again"):
+            call(ids)
+    model.close()
+    again = AirLLMBaseModel(folder_of("llama"), device=device)
+    assert torch.equal(again(ids).logits, expected)
+
+
+def test_a_model_that_is_dropped_frees_its_memory_without_a_collector_run(folder_of: Callable[..., Path]) -> None:
+    import gc
+
+    model = AirLLMBaseModel(folder_of("llama"), device="cpu")
+    model.generate(families.prompt(model, 4), max_new_tokens=3)
+    inner, block = weakref.ref(model.model), weakref.ref(model._streamer._blocks[0])
+    gc.collect()
+    gc.disable()
+    try:
+        del model
+        assert inner() is None and block() is None
+    finally:
+        gc.enable()
+
+
+def test_a_failed_load_closes_its_files(
+    folder_of: Callable[..., Path], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from airllm.checkpoint import TensorReader
+
+    closed = []
+    monkeypatch.setattr(TensorReader, "close", lambda self: closed.append(self))
+    monkeypatch.setattr("airllm.airllm_base.LayerStreamer", None)
+    with pytest.raises(TypeError):
+        AirLLMBaseModel(folder_of("llama"), device="cpu")
+    assert len(closed) == 1
+
+
+@pytest.mark.gpu
+def test_the_gpu_holds_at_most_embedding_head_and_three_layers(checkpoint: Callable[..., Path]) -> None:
+    if not torch.cuda.is_available():
+        pytest.skip("needs a GPU")
+    folder = checkpoint("llama", num_hidden_layers=8, hidden_size=512, intermediate_size=2048, dtype=torch.float16)
+    before = torch.cuda.memory_allocated()
+    with AirLLMBaseModel(folder, device="cuda:0") as model:
+        stats = model.get_stream_stats()
+        layer = stats["streamed_bytes"] // 8
+        held = torch.cuda.memory_allocated() - before
+        assert held <= stats["dense_resident_bytes"] + 3 * layer + 64 * 1024
+        model.generate(families.prompt(model, 5), max_new_tokens=4)
+        torch.cuda.synchronize()
+        assert torch.cuda.memory_allocated() - before <= held + (32 << 20)
+    assert torch.cuda.memory_allocated() <= before + (1 << 20)
