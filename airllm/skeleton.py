@@ -40,11 +40,15 @@ def load_config(folder: str | os.PathLike[str], *, trust_remote_code: bool = Fal
         CheckpointError: no readable config.json.
         UnsupportedModelError: transformers does not know the model_type, and its code is not there or not trusted.
     """
+    if not os.path.isfile(os.path.join(folder, "config.json")):
+        raise CheckpointError(f"{folder} has no config.json: give the folder that a model was downloaded or saved to")
     try:
         raw, _ = PretrainedConfig.get_config_dict(str(folder), local_files_only=True)
     except (OSError, ValueError) as error:
-        raise CheckpointError(f"{folder} has no usable config.json: {error}") from error
+        raise CheckpointError(f"{folder}/config.json cannot be read: {error}") from error
     model_type = raw.get("model_type")
+    if model_type is None:
+        raise CheckpointError(f"{folder}/config.json does not say its model_type: download it again")
     native = model_type in CONFIG_MAPPING
     own_code = "AutoConfig" in (raw.get("auto_map") or {})
     if not native and own_code and not trust_remote_code:

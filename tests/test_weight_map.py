@@ -49,12 +49,12 @@ def edited(folder: Path, target: Path, edit: Callable[[dict[str, torch.Tensor]],
     return target
 
 
-@pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize("family", families.FAMILIES)
-def test_every_tensor_equals_what_transformers_loads(checkpoint: Checkpoint, family: str, dtype: torch.dtype) -> None:
+def test_every_tensor_equals_what_transformers_loads(checkpoint: Checkpoint, family: str) -> None:
+    """In half precision, which casts; test_skeleton.py goes through all dtypes."""
     folder = checkpoint(family)
-    _, weight_map = mapped(folder, dtype)
-    theirs = families.oracle(folder, dtype).state_dict()
+    _, weight_map = mapped(folder, torch.bfloat16)
+    theirs = families.oracle(folder, torch.bfloat16).state_dict()
     ours = read_all(weight_map)
     tied = {"lm_head.weight"} if families.oracle_ties(folder) else set()
     assert theirs.keys() - ours.keys() <= tied
@@ -119,15 +119,12 @@ def check_experts(folder: Path, dtype: torch.dtype) -> None:
                 assert same(out, theirs[name][expert]), (name, expert)
 
 
-@pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize("family", families.MOE_FAMILIES)
-def test_one_expert_equals_the_slice_of_the_fused_tensor(
-    checkpoint: Checkpoint, family: str, dtype: torch.dtype
-) -> None:
-    check_experts(checkpoint(family), dtype)
+def test_one_expert_equals_the_slice_of_the_fused_tensor(checkpoint: Checkpoint, family: str) -> None:
+    check_experts(checkpoint(family), torch.float16 if family == "phimoe" else torch.float32)
 
 
-@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("dtype", DTYPES[:2], ids=str)
 def test_one_expert_of_a_stacked_checkpoint_equals_the_slice(
     checkpoint: Checkpoint, tmp_path: Path, dtype: torch.dtype
 ) -> None:
@@ -327,7 +324,7 @@ def fused_llama(checkpoint: Checkpoint, tmp_path: Path, monkeypatch: pytest.Monk
     return edited(plain, tmp_path / "fused", fuse)
 
 
-@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("dtype", DTYPES[:2], ids=str)
 def test_one_source_for_several_targets_goes_through_transformers_conversion(
     fused_llama: Path, dtype: torch.dtype
 ) -> None:
