@@ -37,31 +37,25 @@ class Place:
 
 @dataclass(frozen=True, slots=True)
 class Piece:
-    """What one job reads: chunks that are neighbours in the file, or one conversion. ``ranges``: the bytes of the block that
-    it fills, as (start, end)."""
+    """What one job reads: chunks that are neighbours in the file, or one conversion."""
 
-    ranges: tuple[tuple[int, int], ...]
     chunks: tuple[Chunk, ...] = ()
     converted: LoadGroup | None = None
-
-    @property
-    def nbytes(self) -> int:
-        return sum(end - start for start, end in self.ranges)
 
     def read(self, reader: TensorReader, views: LayerViews) -> None:
         """Fill the bytes in the host block that ``views`` looks at."""
         if self.converted is not None:
             self.converted.read_into(reader, {spec.name: views.whole[spec.name] for spec in self.converted.targets})
             return
-        for read in views.straight_reads(self):
+        for read in views.straight_reads(self, reader):
             reader.scatter(read)
         for chunk in self.chunks:
-            if not _lands_as_it_is(chunk, views):
+            if not _lands_as_it_is(chunk, views, reader):
                 chunk.read(reader, views.flat[chunk.target])
 
 
-def _lands_as_it_is(chunk: Chunk, views: LayerViews) -> bool:
-    return chunk.entry.dtype == views.flat[chunk.target].dtype
+def _lands_as_it_is(chunk: Chunk, views: LayerViews, reader: TensorReader) -> bool:
+    return chunk.entry.dtype == views.flat[chunk.target].dtype and reader.as_stored(chunk.entry)
 
 
 @dataclass(frozen=True)
@@ -84,14 +78,14 @@ class LayerViews:
         self.flat = {name: tensor.view(-1) for name, tensor in self.whole.items()}
         self._reads: dict[int, list[ScatterRead]] = {}
 
-    def straight_reads(self, piece: Piece) -> list[ScatterRead]:
+    def straight_reads(self, piece: Piece, reader: TensorReader) -> list[ScatterRead]:
         """The reads of the piece whose bytes land as they are; made once, so that streaming a layer is one call a piece."""
         made = self._reads.get(id(piece))
         if made is None:
             wanted = [
                 (chunk.entry, chunk.source_start * chunk.entry.dtype.itemsize, self._run(chunk))
                 for chunk in piece.chunks
-                if _lands_as_it_is(chunk, self)
+                if _lands_as_it_is(chunk, self, reader)
             ]
             made = self._reads[id(piece)] = plan_scatter(wanted)
         return made
@@ -152,44 +146,26 @@ def _lay_out(
     groups: Sequence[LoadGroup], owners: dict[str, list[tuple[nn.Module, str]]], on_meta: dict[str, nn.Parameter]
 ) -> tuple[list[Place], list[Piece], int]:
     places: list[Place] = []
-    converted: list[Piece] = []
-    straight: list[tuple[Chunk, int, int]] = []  # with the bytes of the block that it fills
     end = 0
     for group in groups:
-        start = end
         for spec in group.targets:
             places.append(Place(spec, end, tuple(owners[spec.name]), on_meta[spec.name]))
             end += -(-spec.nbytes // ALIGN_BYTES) * ALIGN_BYTES
-        if not group.straight:
-            converted.append(Piece(((start, end),), converted=group))
-            continue
-        item = group.targets[0].dtype.itemsize
-        for chunk in group.chunks(PIECE_BYTES):
-            first = start + chunk.start * item
-            straight.append((chunk, first, first + chunk.count * item))
-    return places, [*converted, *_packed(straight)], end
+    converted = [Piece(converted=group) for group in groups if not group.straight]
+    chunks = [chunk for group in groups if group.straight for chunk in group.chunks(PIECE_BYTES)]
+    return places, [*converted, *_packed(chunks)], end
 
 
-def _packed(reads: list[tuple[Chunk, int, int]]) -> Iterator[Piece]:
+def _packed(chunks: Sequence[Chunk]) -> Iterator[Piece]:
     """Chunks in the order of the file, in pieces of about PIECE_BYTES: a job reads one run of the file where it can."""
-    reads = sorted(reads, key=lambda read: (str(read[0].entry.path), read[0].entry.offset, read[0].source_start))
-    held: list[tuple[Chunk, int, int]] = []
+    held: list[Chunk] = []
     size = 0
-    for read in reads:
-        if held and size + read[2] - read[1] > PIECE_BYTES:
-            yield _piece_of(held)
+    for chunk in sorted(chunks, key=lambda each: (str(each.entry.path), each.entry.offset, each.source_start)):
+        nbytes = chunk.count * chunk.entry.dtype.itemsize
+        if held and size + nbytes > PIECE_BYTES:
+            yield Piece(tuple(held))
             held, size = [], 0
-        held.append(read)
-        size += read[2] - read[1]
+        held.append(chunk)
+        size += nbytes
     if held:
-        yield _piece_of(held)
-
-
-def _piece_of(reads: Sequence[tuple[Chunk, int, int]]) -> Piece:
-    ranges: list[tuple[int, int]] = []
-    for start, end in sorted((start, end) for _, start, end in reads):
-        if ranges and start - ranges[-1][1] < ALIGN_BYTES:  # only padding in between
-            ranges[-1] = (ranges[-1][0], end)
-        else:
-            ranges.append((start, end))
-    return Piece(tuple(ranges), tuple(chunk for chunk, _, _ in reads))
+        yield Piece(tuple(held))

@@ -23,7 +23,7 @@ from airllm.checkpoint import TensorReader
 from airllm.errors import DeviceError
 from airllm.experts.host_memory import HostBlock
 from airllm.experts.transfer import StreamTransfer, SyncTransfer, Transfer
-from airllm.layer_layout import LayerLayout, LayerViews, Piece, plan_layers
+from airllm.layer_layout import LayerLayout, LayerViews, plan_layers
 from airllm.weight_map import WeightMap
 
 log = logging.getLogger(__name__)
@@ -266,26 +266,25 @@ class LayerStreamer:
         self.counts.layer_loads += 1
 
     def _fill_block(self, number: int, block: torch.Tensor, place: int) -> None:
-        """Read every piece and, where there are host blocks, send each on as soon as it has arrived."""
+        """Read every piece and, where there are host blocks, send the layer on to its device block."""
         started = time.perf_counter()
         layout = self._layouts[number]
         if not self._hosts:
-            views = self._views_of(number, place, block)
-            self._reader.run([partial(piece.read, self._reader, views) for piece in layout.pieces])
+            self._read_pieces(layout, self._views_of(number, place, block))
         else:
             host, self._turn = self._turn, (self._turn + 1) % len(self._hosts)
             self._await_copies_from(host)
-            self._sent_from[host] = place
             source = self._hosts[host].tensor
-            views = self._views_of(number, host, source)
-            self._reader.run([partial(self._send, piece, views, source, block, place) for piece in layout.pieces])
-            self.counts.h2d_bytes += sum(piece.nbytes for piece in layout.pieces)
+            self._read_pieces(layout, self._views_of(number, host, source))
+            self._sent_from[host] = place
+            # One copy a layer: it runs beside the reading of the next layer, and many small ones would cost the reading
+            # threads more than they gain (each needs the driver's lock and Python's).
+            self._transfer.copy(source[: layout.nbytes], block[: layout.nbytes], place)
+            self.counts.h2d_bytes += layout.nbytes
         self.counts.read_s += time.perf_counter() - started
 
-    def _send(self, piece: Piece, views: LayerViews, source: torch.Tensor, block: torch.Tensor, place: int) -> None:
-        piece.read(self._reader, views)
-        for start, end in piece.ranges:
-            self._transfer.copy(source[start:end], block[start:end], place)
+    def _read_pieces(self, layout: LayerLayout, views: LayerViews) -> None:
+        self._reader.run([partial(piece.read, self._reader, views) for piece in layout.pieces])
 
     def _await_copies_from(self, host: int) -> None:
         """A host block may be filled anew once its last copies have ended; those of the other one go on meanwhile."""
