@@ -260,6 +260,10 @@ class TensorReader:
         finally:
             self._release(count)
 
+    def as_stored(self, entry: TensorEntry) -> bool:
+        """True when the tensor's bytes are those in its file, so that `scatter` may read them; else use `read_into`."""
+        return True
+
     def scatter(self, read: ScatterRead) -> None:
         """Fill the read's destinations with one run of its file. Raises CheckpointError when the file ends early."""
         file = self._acquire(read.path)

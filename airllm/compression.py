@@ -167,6 +167,10 @@ class CompressedReader(TensorReader):
         super().__init__(threads)
         self.packed = packed
 
+    def as_stored(self, entry: TensorEntry) -> bool:
+        item = self.packed.get(entry.name)
+        return item is None or entry is item.packed or entry is item.absmax
+
     def read_into(self, entry: TensorEntry, out: torch.Tensor, byte_offset: int = 0) -> None:
         """As TensorReader.read_into; of a compressed tensor only whole elements can be read."""
         item = self.packed.get(entry.name)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import shutil
+import sys
 import weakref
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -16,6 +17,7 @@ from safetensors.torch import load_file, save_file
 from transformers import GenerationConfig
 
 from airllm.airllm_base import AirLLMBaseModel
+from airllm.compression import open_compressed
 from airllm.errors import AirLLMError, CheckpointError, NonFiniteError, OptionError, UnsupportedModelError
 
 FAMILIES = (
@@ -328,15 +330,32 @@ def test_a_damaged_file_is_refused_before_anything_is_allocated(
         AirLLMBaseModel(tmp_path / "model", device="cpu")
 
 
-def test_compression_needs_bitsandbytes_and_says_so(folder_of: Callable[..., Path], tmp_path: Path) -> None:
-    try:
-        import bitsandbytes  # noqa: F401
-    except ImportError:
-        with pytest.raises(OptionError, match="bitsandbytes"):
-            AirLLMBaseModel(folder_of("llama"), device="cpu", compression="4bit", layer_shards_saving_path=tmp_path)
-        return
-    model = AirLLMBaseModel(folder_of("llama"), device="cpu", compression="4bit", layer_shards_saving_path=tmp_path)
-    assert model(torch.tensor([[5, 6, 7]])).logits.isfinite().all()
+def test_compression_without_bitsandbytes_says_what_to_install(
+    folder_of: Callable[..., Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setitem(sys.modules, "bitsandbytes", None)
+    with pytest.raises(OptionError, match="bitsandbytes"):
+        AirLLMBaseModel(folder_of("llama"), device="cpu", compression="4bit", layer_shards_saving_path=tmp_path)
+
+
+@pytest.mark.parametrize(("family", "kind"), [("llama", "4bit"), ("llama", "8bit"), ("mixtral", "4bit")])
+def test_a_compressed_model_computes_with_exactly_the_unpacked_weights(
+    family: str, kind: str, folder_of: Callable[..., Path], tmp_path: Path
+) -> None:
+    pytest.importorskip("bitsandbytes", reason="compression needs the extra bitsandbytes")
+    folder = folder_of(family, dtype=torch.float16)
+    ours = AirLLMBaseModel(folder, device="cpu", dtype="float32", compression=kind, layer_shards_saving_path=tmp_path)
+    assert ours.checkpoint_path == tmp_path / f"splitted_model.{kind}"
+    index, reader = open_compressed(ours.checkpoint_path)
+    unpacked = tmp_path / "unpacked"
+    unpacked.mkdir()
+    shutil.copy(folder / "config.json", unpacked)
+    save_file({name: reader.read(entry) for name, entry in index.items()}, unpacked / "model.safetensors")
+    oracle = families.oracle(unpacked, torch.float32, experts=None)
+    ids = families.prompt(oracle, 9)
+    with torch.no_grad():
+        assert torch.allclose(ours(ids).logits, oracle(ids).logits, atol=1e-5)
+        assert not torch.allclose(ours(ids).logits, families.oracle(folder, torch.float32)(ids).logits, atol=1e-2)
 
 
 # --- the interface ----------------------------------------------------------------------------------------------------
