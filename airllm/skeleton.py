@@ -22,9 +22,15 @@ from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 from airllm import transformers_private as private
 from airllm.checkpoint import TensorEntry, TensorReader
 from airllm.errors import CheckpointError, UnsupportedModelError, WeightMapError
-from airllm.weight_map import CHUNK_BYTES, Chunk, LoadGroup, WeightMap
+from airllm.experts.host_memory import HostBlock
+from airllm.weight_map import Chunk, LoadGroup, WeightMap
 
 log = logging.getLogger(__name__)
+
+STAGE_BYTES = 1 << 24
+"""Read and copied to the device as one; each reading thread has one such stage while loading."""
+
+STAGES = 4  # pinned chunks in turn: enough to keep the link busy, and 128 MiB of pinned memory at most
 
 Progress = Callable[[int], None]
 """Called with a number of bytes as they arrive, from any thread."""
@@ -218,7 +224,7 @@ def load_resident(
 ) -> int:
     """Read the tensors ``names`` onto ``device``, into their places in ``model``; returns their bytes.
 
-    On the CPU the bytes are read where they stay. On a GPU they pass through one pinned chunk a reader thread. Names
+    On the CPU the bytes are read where they stay. On a GPU they pass through a few pinned chunks. Names
     that the checkpoint may leave out, and does, are initialised as transformers would.
     """
     device = torch.device(device)
@@ -230,11 +236,14 @@ def load_resident(
         raise WeightMapError(f"the checkpoint does not fill {', '.join(sorted(unknown)[:10])}")
     out = {name: torch.empty(specs[name].shape, dtype=specs[name].dtype, device=device) for name in loaded}
     groups = {id(group): group for group in map(weight_map.group_of, loaded)}
-    staging = _Staging(reader.threads, device)
+    staging = _Staging(reader.threads if device.type != "cpu" else 0)
     jobs: list[Callable[[], None]] = []
     for group in groups.values():
         jobs += _resident_jobs(group, reader, out, staging, progress)
-    reader.run(jobs)
+    try:
+        reader.run(jobs)
+    finally:
+        staging.close()
     for name, tensor in out.items():
         set_tensor(model, name, tensor)
     private.fill_missing(model, optional)
@@ -244,33 +253,33 @@ def load_resident(
 
 
 class _Staging:
-    """Chunks of pinned memory that the reading threads take turns with; plain memory where pinning is refused."""
+    """Chunks of pinned memory that the reading threads take turns with; plain memory where pinning is refused.
 
-    def __init__(self, count: int, device: torch.device) -> None:
-        self.device = device
-        self._free: queue.LifoQueue[torch.Tensor | None] = queue.LifoQueue()
-        for _ in range(count if device.type != "cpu" else 0):
-            self._free.put(None)  # made on first use: a small model needs one
+    One block of its own rather than torch's pinned allocator, which would keep what it once gave out.
+    """
+
+    def __init__(self, count: int) -> None:
+        self._block = HostBlock(count * STAGE_BYTES)
+        if count and not self._block.pin():
+            log.warning("pinned memory was refused (%s): loading is several times slower", self._block.pin_reason)
+        self._free: queue.LifoQueue[int] = queue.LifoQueue()
+        for number in range(count):
+            self._free.put(number)
 
     def copy(self, chunk: Chunk, reader: TensorReader, flat: torch.Tensor) -> None:
         """Read one chunk into ``flat``, a target on the device as one row."""
-        stage = self._free.get()
+        number = self._free.get()
         try:
-            if stage is None:
-                stage = _pinned(CHUNK_BYTES)
-            stored = stage[: chunk.count * chunk.entry.dtype.itemsize].view(chunk.entry.dtype)
+            first = number * STAGE_BYTES
+            stored = self._block.tensor[first : first + chunk.count * chunk.entry.dtype.itemsize].view(chunk.entry.dtype)
             chunk.read_run(reader, stored)
             flat[chunk.start : chunk.start + chunk.count].copy_(stored)  # waits: the stage is free afterwards
         finally:
-            self._free.put(stage)
+            self._free.put(number)
 
-
-def _pinned(nbytes: int) -> torch.Tensor:
-    try:
-        return torch.empty(nbytes, dtype=torch.uint8, pin_memory=True)
-    except RuntimeError as error:
-        log.warning("pinned memory was refused (%s): loading goes through pageable memory, several times slower", error)
-        return torch.empty(nbytes, dtype=torch.uint8)
+    def close(self) -> None:
+        """Give the memory back to the system."""
+        self._block.close()
 
 
 def _resident_jobs(
@@ -294,7 +303,7 @@ def _resident_jobs(
     read = (lambda chunk: chunk.read(reader, flat)) if flat.device.type == "cpu" else (
         lambda chunk: staging.copy(chunk, reader, flat)
     )
-    return [reporting(read, chunk.count * flat.element_size(), chunk) for chunk in group.chunks(CHUNK_BYTES)]
+    return [reporting(read, chunk.count * flat.element_size(), chunk) for chunk in group.chunks(STAGE_BYTES)]
 
 
 def _convert_resident(group: LoadGroup, reader: TensorReader, out: Mapping[str, torch.Tensor]) -> None:

@@ -19,6 +19,7 @@ ROOT = Path(__file__).resolve().parents[1]
 
 ORDER = (
     "errors",
+    "experts.host_memory",
     "options",
     "locate",
     "safetensors_format",
@@ -42,7 +43,6 @@ ORDER = (
     "experts.policy",
     "experts.plan",
     "experts.layout",
-    "experts.host_memory",
     "experts.bank",
     "experts.slots",
     "experts.transfer",
