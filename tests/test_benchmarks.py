@@ -188,8 +188,9 @@ def test_a_sound_result_has_no_faults_and_names_the_baseline_of_every_ratio():
     assert summary["hit_rate"] == pytest.approx(30 / 64)
     assert summary["floor"]["set_by"] == "link"
     assert summary["floor_fraction"] == pytest.approx(34 * 11_010_048 / 2 / 50e9 / 0.02)
-    (ratio,) = result["ratios"]
-    assert (ratio["baseline"], ratio["of"], ratio["times_faster"]) == ("eager", "slots", pytest.approx(2.5))
+    token, whole = result["ratios"]
+    assert (token["baseline"], token["of"], token["times_faster"]) == ("eager", "slots", pytest.approx(2.5))
+    assert whole["what"] == "prompt and 3 tokens" and whole["slots_s"] == pytest.approx(0.1 + 2 * 0.02)
 
 
 def test_other_tokens_are_a_fault():
@@ -272,3 +273,33 @@ def test_the_benchmark_runs_on_the_cpu_and_ends_with_its_json(tmp_path):
     for kind in ("streaming", "slots"):
         assert result["cases"][kind]["summary"]["forced"]["tokens"]["identical"]
         assert result["cases"][kind]["peak_process_bytes"] > 0
+
+
+# ---- the README's table
+
+
+def test_the_readmes_table_is_made_of_the_result_files(tmp_path):
+    from benchmarks import readme_table
+
+    result = judged(run([1, 2, 3], **SOUND), run([1, 2, 3], decode_s=0.05))
+    result["asked"] = {"modes": ["free"], "source": "phi-tiny", "dtype": "float16", "budget_gb": 0.75}
+    result["hardware"] = {"device": "a GPU"}
+    for case in result["cases"].values():
+        case |= {"device_memory": {"peak_reserved_bytes": 2**31}, "peak_process_bytes": 3 * 2**30}
+    (tmp_path / "one.json").write_text(json.dumps(result))
+    block = readme_table.tables(tmp_path)
+    assert "| airllm, slots | 100 ms | 20.0 ms | 50.00 |" in block and "2.00 GiB | 3.00 GiB | 3/3 |" in block
+    readme = f"before\n{readme_table.START}\nold\n{readme_table.END}\nafter\n"
+    new = readme_table.with_tables(readme, block)
+    assert "old" not in new and block in new and new.startswith("before") and new.endswith("after\n")
+    assert readme_table.with_tables(new, block) == new
+
+
+def test_the_readme_shows_what_the_committed_results_hold():
+    from benchmarks import readme_table
+
+    block = readme_table.tables()
+    if not block:
+        pytest.skip("no results are committed under benchmarks/results")
+    readme = (ROOT / "README.md").read_text(encoding="utf-8")
+    assert readme_table.with_tables(readme, block) == readme, "run python benchmarks/readme_table.py"
