@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import pickle
 from collections.abc import Iterator, Mapping
+from functools import cached_property
 from hashlib import sha256
 from pathlib import Path
 from typing import Any
@@ -24,22 +25,21 @@ _LOAD_ERRORS = (RuntimeError, pickle.UnpicklingError, EOFError, OSError, ValueEr
 
 
 class BinCheckpoint(Mapping[str, torch.Tensor]):
-    """Tensor name -> tensor of a .bin checkpoint. Shapes and dtypes are known at once, bytes are read on access.
-
-    One shard is mapped at a time: visiting names in the order of ``file_of`` maps each shard once.
+    """Tensor name -> tensor of a .bin checkpoint; one shard is mapped at a time, the one of the last tensor taken.
     """
 
-    def __init__(self, folder: Path, files: tuple[Path, ...], geometry: dict[str, tuple[torch.dtype, tuple[int, ...]]],
-                 file_of: dict[str, Path]) -> None:  # fmt: skip
+    def __init__(self, folder: Path, files: tuple[Path, ...], weight_map: Mapping[str, str] | None) -> None:
         self.folder = folder
         self.files = files
-        self.geometry = geometry
-        self.file_of = file_of
+        self._weight_map = weight_map or {}
         self._open: tuple[Path, dict[str, torch.Tensor]] | None = None
 
     @classmethod
     def open(cls, folder: Path) -> BinCheckpoint:
-        """Index ``pytorch_model.bin``, or the shards of its index.json. Raises CheckpointError like CheckpointIndex."""
+        """``pytorch_model.bin``, or the shards of its index.json. Raises CheckpointError when some are missing.
+
+        The files' contents are looked at when ``geometry`` is first asked for: a valid split needs only ``identity``.
+        """
         index = folder / BIN_INDEX
         weight_map = read_index(index, ".bin") if index.exists() else None
         names = set(weight_map.values()) if weight_map else {path.name for path in folder.glob("pytorch_model*.bin")}
@@ -47,24 +47,31 @@ class BinCheckpoint(Mapping[str, torch.Tensor]):
         refuse_missing(folder, files)
         if weight_map is None and len(files) > 1:
             raise CheckpointError(f"{folder} has {len(files)} .bin shards but no {BIN_INDEX}: download it too")
+        return cls(folder, files, weight_map)
+
+    @cached_property
+    def geometry(self) -> dict[str, tuple[torch.dtype, tuple[int, ...]]]:
+        """Name -> (dtype, shape). Raises CheckpointError for a damaged file, or a tensor that is not in its file."""
         geometry: dict[str, tuple[torch.dtype, tuple[int, ...]]] = {}
-        file_of: dict[str, Path] = {}
-        for path in files:
+        self.file_of: dict[str, Path] = {}
+        for path in self.files:
             for name, tensor in load_shard(path).items():
-                geometry[name], file_of[name] = (tensor.dtype, tuple(tensor.shape)), path
-        absent = [f"{name} ({file})" for name, file in (weight_map or {}).items() if name not in geometry]
+                geometry[name], self.file_of[name] = (tensor.dtype, tuple(tensor.shape)), path
+        absent = [f"{name} ({file})" for name, file in self._weight_map.items() if name not in geometry]
         if absent:
             raise CheckpointError(
-                f"{folder}: {len(absent)} tensors that {BIN_INDEX} names are not in their files: {some(absent)}: "
+                f"{self.folder}: {len(absent)} tensors that {BIN_INDEX} names are not in their files: {some(absent)}: "
                 "download the checkpoint again"
             )
-        return cls(folder, files, geometry, file_of)
+        return geometry
 
     def identity(self) -> dict[str, dict[str, Any]]:
         """As CheckpointIndex.identity; in the header's place stands a hash of each file's first and last 64 KiB."""
         return {path.relative_to(self.folder).as_posix(): file_identity(path) for path in self.files}
 
     def __getitem__(self, name: str) -> torch.Tensor:
+        if name not in self.geometry:
+            raise KeyError(name)
         path = self.file_of[name]
         if self._open is None or self._open[0] != path:
             self._open = None  # unmap the last shard before the next one is mapped

@@ -86,6 +86,7 @@ def find_or_create_split(
         if is_usable(target, source, compression):
             return target
     assert source is not None  # is_usable raised otherwise
+    geometry(source)  # a damaged source is refused before a folder is made
     _make_folder(target)
     with folder_lock(target / LOCK_FILE):
         if not is_usable(target, source, compression):

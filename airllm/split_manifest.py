@@ -44,6 +44,9 @@ class Manifest:
             return cls()
         if content.keys() != cls().__dict__.keys() or not all(isinstance(content[k], t) for k, t in kinds.items()):
             return cls()
+        records = (*content["source"].values(), *content["written"].values())
+        if not all(isinstance(name, str) for name in content["files"]) or not all(isinstance(r, dict) for r in records):
+            return cls()
         return cls(**content)
 
     def write(self, target: Path) -> None:

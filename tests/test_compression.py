@@ -84,7 +84,7 @@ def test_the_layout_on_disk_is_airllms(tmp_path: Path, kind: str) -> None:
 
 @needs_bitsandbytes
 @pytest.mark.parametrize("kind", ["4bit", "8bit"])
-@pytest.mark.parametrize("count", [1, 63, 64, 65, 2047, 2049, 5001])
+@pytest.mark.parametrize("count", [1, 63, 64, 2049, 5001])
 def test_any_run_of_elements_reads_as_that_run_of_the_whole(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, kind: str, count: int
 ) -> None:

@@ -200,10 +200,12 @@ def test_a_damaged_split_whose_originals_are_gone_is_an_error_that_says_so(tmp_p
         split(folder)
 
 
-@pytest.mark.parametrize("content", ["", "{", "[]", '{"format": 1}', '{"format": 2}', "[" * 50_000])
+@pytest.mark.parametrize("content", ["", "{", "[]", '{"format": 1}', '{"format": 2}', "[" * 50_000, "types"])
 def test_a_damaged_manifest_is_not_believed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, content: str) -> None:
     folder = write_safetensors(tmp_path / "model")
     target = split(folder)
+    if content == "types":
+        content = json.dumps({**json.loads((target / MANIFEST).read_text()), "files": [["x"]]})
     (target / MANIFEST).write_text(content)
     written = count_writes(monkeypatch)
     split(folder)
