@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import functools
 import json
 import shutil
 import sys
@@ -14,6 +15,7 @@ import torch
 from safetensors.torch import load_file, save_file
 from transformers import PreTrainedModel, dynamic_module_utils
 
+from airllm import skeleton as module
 from airllm.checkpoint import CheckpointIndex, TensorReader
 from airllm.errors import CheckpointError, UnsupportedModelError, WeightMapError
 from airllm.skeleton import (
@@ -355,6 +357,39 @@ def test_a_failed_read_reaches_the_caller_and_nothing_is_set(checkpoint: Checkpo
     with TensorReader(2) as reader, pytest.raises(CheckpointError, match="ends at byte"):
         load_resident(model, weight_map, weight_map.targets(), reader, "cpu")
     assert all(parameter.is_meta for parameter in model.parameters())
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+def test_chunks_pass_through_a_reused_stage_on_the_way_to_a_device(
+    checkpoint: Checkpoint, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The stage for a GPU, with the CPU standing in for it: pinning is refused here, which must not matter."""
+    _, weight_map = skeleton(checkpoint("mixtral"), dtype)
+    monkeypatch.setattr(module, "STAGE_BYTES", 1000)
+    staging = module._Staging(2)
+    name = "model.layers.1.mlp.experts.gate_up_proj"
+    out = {name: torch.full(weight_map.targets()[name].shape, float("nan"), dtype=dtype)}
+    with TensorReader(3) as reader:
+        chunks = list(weight_map.group_of(name).chunks(1000))
+        assert len(chunks) > 8
+        reader.run([functools.partial(staging.copy, chunk, reader, out[name].view(-1)) for chunk in chunks])
+    assert torch.equal(out[name], families.oracle(checkpoint("mixtral"), dtype).state_dict()[name])
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_a_model_loaded_onto_the_gpu_equals_the_one_transformers_loads(
+    checkpoint: Checkpoint, dtype: torch.dtype
+) -> None:
+    if not torch.cuda.is_available():
+        pytest.skip("needs a GPU")
+    model, weight_map = skeleton(checkpoint("phimoe"), dtype)
+    with TensorReader(4) as reader:
+        load_resident(model, weight_map, weight_map.targets(), reader, "cuda")
+    move_buffers(model, "cuda")
+    tie_weights(model)
+    assert all(tensor.device.type == "cuda" for tensor in tensors(model).values())
+    assert differing(model.cpu(), families.oracle(checkpoint("phimoe"), dtype)) == []
 
 
 def test_what_a_checkpoint_may_leave_out_is_initialised_and_nothing_else_is_touched(

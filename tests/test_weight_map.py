@@ -12,7 +12,7 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 from transformers import conversion_mapping
-from transformers.core_model_loading import Chunk, Transpose, WeightConverter
+from transformers.core_model_loading import Chunk, Transpose, WeightConverter, WeightRenaming
 
 from airllm.checkpoint import CheckpointIndex, TensorReader
 from airllm.errors import WeightMapError
@@ -273,6 +273,18 @@ def test_keys_without_the_base_prefix_load(checkpoint: Checkpoint, tmp_path: Pat
     theirs = families.oracle(folder).state_dict()
     assert all(same(tensor, theirs[name]) for name, tensor in read_all(weight_map).items())
     assert weight_map.unexpected == ()
+
+
+def test_a_key_already_in_the_models_naming_is_not_renamed(
+    checkpoint: Checkpoint, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A checkpoint saved in the new naming, with a renaming in the table that would take it somewhere unknown."""
+    folder = checkpoint("llama")
+    conversion_mapping.get_checkpoint_conversion_mapping("llama")
+    renaming = WeightRenaming("self_attn", "attention")
+    monkeypatch.setitem(conversion_mapping._checkpoint_conversion_mapping_cache, "llama", [renaming])
+    _, weight_map = mapped(folder, torch.float32)
+    assert weight_map.targets().keys() == families.oracle(folder).state_dict().keys()
 
 
 def test_tied_weights_need_only_one_of_the_two(checkpoint: Checkpoint, tmp_path: Path) -> None:
