@@ -77,7 +77,8 @@ class HostBlock:
                 self._map.madvise(mmap.MADV_HUGEPAGE)
             except OSError:  # a kernel without transparent huge pages: ordinary ones do
                 pass
-        self.tensor = torch.frombuffer(self._map, dtype=torch.uint8, count=nbytes)
+        whole = torch.frombuffer(self._map, dtype=torch.uint8)
+        self.tensor = whole[:nbytes]
         self.pinned = False
         self.pin_reason = "not asked for"
 
