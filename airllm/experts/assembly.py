@@ -123,7 +123,9 @@ def install(
             module._parameters.pop(projection.name, None)
         parent, _, leaf = name.rpartition(".")
         setattr(model.get_submodule(parent), leaf, SlotExperts(module, runtime, layer))
-    hook = model.register_forward_pre_hook(_shape_hook(runtime), with_kwargs=True)
+    # On the inner model: its forward runs under the lock that lets one forward pass at a time, hooks of the outer one do not.
+    inner = getattr(model, "base_model", model)
+    hook = inner.register_forward_pre_hook(_shape_hook(runtime), with_kwargs=True)
     return runtime, hook.remove
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 import threading
 from collections.abc import Iterable
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -28,15 +28,25 @@ they use; longer ones are prompts and leave behind only what their last tokens u
 
 @dataclass(slots=True)
 class LayerCall:
-    """The arguments of one layer's forward, and the experts that must not be believed resident if it fails: those that were
-    not resident when it began and whose copy is not under way yet."""
+    """The arguments of one layer's forward."""
 
     layer: int
     hidden: torch.Tensor
     index: torch.Tensor
     weights: torch.Tensor
     apply_gate: ApplyGate
-    suspects: set[int] = field(default_factory=set)
+
+
+@dataclass(frozen=True, slots=True)
+class ForwardShape:
+    """``batch`` sequences of ``sequence`` new tokens; ``last_rows``: rows of a prompt's last tokens, None when decoding.
+
+    One object, replaced as a whole: callers in several threads may announce their forwards while another one runs.
+    """
+
+    batch: int = 1
+    sequence: int = 1
+    last_rows: torch.Tensor | None = None
 
 
 class SlotExpertRuntime:
@@ -62,16 +72,17 @@ class SlotExpertRuntime:
         self.graphs: ExpertGraphs | None = None
         self.routers: list[GraphedRouter] = []
         self._sources = bank.blocks()
-        self._batch, self._sequence = 1, 1
-        self._last_rows: torch.Tensor | None = None
+        self._shape = ForwardShape()
+        # Experts that are in the table although their copy is not under way yet: not to be believed when a forward fails.
+        self._suspects: set[int] = set()
+        self._unfinished = False
         self._lock = threading.RLock()
 
     def begin_forward(self, batch: int, sequence: int, device: torch.device) -> None:
         """Tell the runtime the shape of the forward that comes: ``batch`` sequences of ``sequence`` new tokens."""
-        self._batch, self._sequence = batch, sequence
-        self._last_rows = None
-        if sequence > SHORT_SEQUENCE:
-            self._last_rows = torch.arange(1, batch + 1, device=device) * sequence - 1
+        self.transfer.take_turn()
+        last_rows = torch.arange(1, batch + 1, device=device) * sequence - 1 if sequence > SHORT_SEQUENCE else None
+        self._shape = ForwardShape(batch, sequence, last_rows)
 
     def run(
         self, layer: int, hidden: torch.Tensor, index: torch.Tensor, weights: torch.Tensor, apply_gate: ApplyGate
@@ -89,18 +100,27 @@ class SlotExpertRuntime:
             return self._run_once(LayerCall(layer, hidden, index, weights, apply_gate))
 
     def _run_once(self, call: LayerCall) -> torch.Tensor:
+        if self._unfinished:  # an interrupt cut the recovery from another one short
+            self._recover()
+        self._unfinished = True
         try:
-            return self._one_token(call) if call.hidden.shape[0] == 1 else self._many_tokens(call)
+            total = self._one_token(call) if call.hidden.shape[0] == 1 else self._many_tokens(call)
+            self.policy.release_all()
         except BaseException:
             self.counters.recoveries += 1
-            self.policy.recover(call.suspects)
+            self._recover()
             raise
-        finally:
-            self.policy.release_all()
+        self._unfinished = False
+        return total
+
+    def _recover(self) -> None:
+        self.policy.recover(self._suspects)
+        self._suspects.clear()
+        self._unfinished = False
 
     def _plan(self, call: LayerCall, experts: list[int], admit: set[int]) -> list[Step]:
         first_key = call.layer * self.num_experts
-        call.suspects.update(key for e in experts if (key := first_key + e) not in self.policy)
+        self._suspects.update(key for e in experts if (key := first_key + e) not in self.policy)
         counts, evictions = PlanCounts(), self.policy.evictions
         steps = plan_layer(
             self.policy,
@@ -108,7 +128,7 @@ class SlotExpertRuntime:
             experts=experts,
             admit=admit,
             scratch=self.pool.plan.scratch,
-            keep_free=self.layers * self.top_k * self._batch,
+            keep_free=self.layers * self.top_k * self._shape.batch,
             counts=counts,
         )
         counters = self.counters
@@ -119,11 +139,11 @@ class SlotExpertRuntime:
         counters.prefill_skips += sum(1 for step in steps if not step.cached and step.expert not in admit)
         return steps
 
-    def _copy(self, steps: Iterable[Step], call: LayerCall) -> None:
+    def _copy(self, steps: Iterable[Step]) -> None:
         for step in steps:
             if step.copy:
                 self.transfer.copy(self._sources[step.key], self.pool.blocks[step.place], step.place)
-                call.suspects.discard(step.key)
+                self._suspects.discard(step.key)
                 self.counters.h2d_copies += 1
                 self.counters.h2d_bytes += self.pool.plan.expert_bytes
 
@@ -135,7 +155,7 @@ class SlotExpertRuntime:
         chosen: list[int] = call.index.tolist()[0]  # the one read-back of the layer
         experts = sorted({e for e in chosen if e != self.num_experts})
         steps = self._plan(call, experts, set(experts))
-        self._copy(steps, call)
+        self._copy(steps)
         for step in steps:
             self.transfer.wait(step.place)
             for k in (k for k, e in enumerate(chosen) if e == step.expert):
@@ -158,11 +178,12 @@ class SlotExpertRuntime:
         total = torch.zeros_like(call.hidden)
         if tokens == 0:
             return total
-        last_rows = self._last_rows if tokens == self._batch * self._sequence else None
+        shape = self._shape
+        last_rows = shape.last_rows if tokens == shape.batch * shape.sequence else None
         routing = Routing(call.index, self.num_experts, last_rows)
         pending = waves(self._plan(call, routing.experts, routing.last_experts), self.pool.plan.scratch)
         wave = next(pending, [])
-        self._copy(wave, call)
+        self._copy(wave)
         while wave:
             following = next(pending, [])
             self._compute_wave(wave, following, call, routing, total)
@@ -174,21 +195,22 @@ class SlotExpertRuntime:
     ) -> None:
         """Compute ``wave`` into ``total``. As soon as a scratch slot has been read, the copy of ``following`` that wants it
         is enqueued, so that the link never waits for a whole wave; copies into slots go first, as nothing reads those yet."""
-        self._copy([step for step in following if step.cached], call)
+        self._copy([step for step in following if step.cached])
         by_place = {step.place: step for step in following if not step.cached}
         for step in wave:
             self.transfer.wait(step.place)
             routing.add_expert(total, step.expert, call.hidden, call.weights, self.pool.views[step.place], call.apply_gate)
             self.transfer.done_reading(step.place)
             if step.place in by_place:
-                self._copy([by_place.pop(step.place)], call)
-        self._copy(by_place.values(), call)
+                self._copy([by_place.pop(step.place)])
+        self._copy(by_place.values())
 
     def clear(self) -> None:
         """Empty every slot; counters stay."""
         with self._lock:
             self.transfer.synchronize()
             self.policy.clear()
+            self._suspects.clear()
 
     def stats(self) -> dict[str, Any]:
         """Sizes and counters under the names of the public statistics; see :class:`Counters` for what each counts."""

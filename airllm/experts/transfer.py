@@ -28,6 +28,9 @@ class Transfer(Protocol):
     def finish(self, place: int) -> None:
         """Return when the copies into ``place`` have ended."""
 
+    def take_turn(self) -> None:
+        """A forward begins on the current stream: it runs after the last forward, whichever stream that one was given to."""
+
     def synchronize(self) -> None:
         """Return when no copy is under way."""
 
@@ -51,6 +54,9 @@ class SyncTransfer:
     def finish(self, place: int) -> None:
         pass
 
+    def take_turn(self) -> None:
+        pass
+
     def synchronize(self) -> None:
         pass
 
@@ -72,6 +78,7 @@ class StreamTransfer:
         self._copied = [torch.cuda.Event() for _ in range(places)]
         self._read = [torch.cuda.Event() for _ in range(places)]
         self._ready_for: list[int | None] = [None] * places  # stream that has already waited for the copy
+        self._turn: torch.cuda.Stream | None = None
 
     def copy(self, source: torch.Tensor, target: torch.Tensor, place: int) -> None:
         self._stream.wait_event(self._read[place])
@@ -91,6 +98,14 @@ class StreamTransfer:
 
     def done_reading(self, place: int) -> None:
         self._read[place].record(torch.cuda.current_stream(self.device))
+
+    def take_turn(self) -> None:
+        # Callers in different threads may each have a stream of their own, yet there is one event a place and one set of
+        # recorded graphs with fixed inputs: forwards must follow one another on the device as they do on the host.
+        current = torch.cuda.current_stream(self.device)
+        if self._turn is not None and self._turn != current:
+            current.wait_stream(self._turn)
+        self._turn = current
 
     def finish(self, place: int) -> None:
         self._copied[place].synchronize()

@@ -36,7 +36,7 @@ def device(request: pytest.FixtureRequest) -> str:
 @pytest.mark.parametrize("slots", SLOTS)
 def test_every_prompt_length_and_budget_gives_the_oracles_bits(slots: int, dtype: torch.dtype, device: str) -> None:
     rig, draw = Rig(slots, dtype=dtype, device=device), random.Random(slots)
-    for _ in range(60):
+    for _ in range(25):
         tokens = draw.choice([1, 1, 1, 2, 3, 9, 63, 64, 65, 200])
         rig.runtime.begin_forward(1, tokens, rig.device)
         for layer in range(LAYERS):
@@ -346,9 +346,10 @@ def test_after_a_failure_anywhere_the_next_forward_is_right(
 CODE_UNDER_INTERRUPT = ("experts/runtime.py", "experts/policy.py", "experts/plan.py", "experts/transfer.py", "experts/compute.py")
 
 
-def interrupted_at(line: int, work: Callable[[], object]) -> bool:
-    """Run ``work`` with a KeyboardInterrupt at its ``line``-th line inside the slot backend. False when it ended earlier."""
-    left = line
+def interrupted_at(lines: list[int], work: Callable[[], object]) -> bool:
+    """Run ``work`` with a KeyboardInterrupt before the ``lines[0]``-th line it runs inside the slot backend, another one
+    ``lines[1]`` lines later (which may be in the midst of cleaning up), and so on. False when it ended before the first."""
+    waits, left = iter(lines[1:]), lines[0]
 
     def trace(frame: Any, event: str, _arg: object) -> Any:
         nonlocal left
@@ -357,6 +358,10 @@ def interrupted_at(line: int, work: Callable[[], object]) -> bool:
         if event == "line":
             left -= 1
             if left == 0:
+                left = next(waits, -1)
+                if left > 0:
+                    sys.settrace(trace)  # Python ends tracing when a trace function raises
+                    frame.f_trace = trace
                 raise KeyboardInterrupt
         return trace
 
@@ -378,12 +383,24 @@ def test_an_interrupt_at_any_line_leaves_a_runtime_that_answers_right(tokens: in
     while True:
         rig.runtime.begin_forward(1, tokens, rig.device)
         asked = rig.draw(tokens)
-        if not interrupted_at(line, lambda asked=asked: rig.run(line % LAYERS, *asked)):
+        if not interrupted_at([line], lambda asked=asked: rig.run(line % LAYERS, *asked)):
             break
+        rig.check()
         rig.call(line % LAYERS, *rig.draw(1))
-        rig.call(line % LAYERS, *rig.draw(12))
+        if line % 4 == 0:
+            rig.call(line % LAYERS, *rig.draw(12))
         line += 1
     assert line > 60
+
+
+def test_a_second_interrupt_while_cleaning_up_is_mended_by_the_next_forward() -> None:
+    rig, draw = Rig(3, transfer=SyncTransfer()), random.Random(0)
+    for _ in range(200):
+        tokens = draw.choice([1, 6])
+        rig.runtime.begin_forward(1, tokens, rig.device)
+        asked = rig.draw(tokens)
+        interrupted_at([draw.randrange(20, 90), draw.randrange(1, 12)], lambda asked=asked: rig.run(0, *asked))
+        rig.call(0, *rig.draw(1))
 
 
 def test_one_out_of_memory_is_tried_again_and_counted(monkeypatch: pytest.MonkeyPatch) -> None:
