@@ -251,10 +251,10 @@ class LayerStreamer:
 
     def _begin_fill(self, number: int, block: int) -> None:
         """Queue the fill. The single worker takes fills in order, so a block is never filled twice at once."""
+        self._holds[block] = None  # first: an interrupt between these lines must not leave a block under a wrong name
         old = self._fills[block]
         if old is not None:
             old.cancel()
-        self._holds[block] = None  # an interrupt between these lines must not leave a block under a wrong name
         if self._worker is not None:
             self._fills[block] = self._worker.submit(self._fill, number, block)
         else:
