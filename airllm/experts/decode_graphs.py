@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Any
 
 import torch
@@ -62,7 +63,7 @@ class ExpertGraphs:
         self.total = torch.zeros_like(self.row)
         self.weights = torch.zeros(1, top_k, dtype=weight_dtype, device=device)
         self._graphs = [
-            [pool.record(lambda: self._add(place_views, k, apply_gate), warm_up=place == k == 0) for k in range(top_k)]  # noqa: B023
+            [pool.record(partial(self._add, place_views, k, apply_gate), warm_up=place == k == 0) for k in range(top_k)]
             for place, place_views in enumerate(views)
         ]
 
