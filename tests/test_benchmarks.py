@@ -278,28 +278,9 @@ def test_the_benchmark_runs_on_the_cpu_and_ends_with_its_json(tmp_path):
 # ---- the README's table
 
 
-def test_the_readmes_table_is_made_of_the_result_files(tmp_path):
-    from benchmarks import readme_table
-
-    result = judged(run([1, 2, 3], **SOUND), run([1, 2, 3], decode_s=0.05))
-    result["asked"] = {"modes": ["free"], "source": "phi-tiny", "dtype": "float16", "budget_gb": 0.75}
-    result["hardware"] = {"device": "a GPU"}
-    for case in result["cases"].values():
-        case |= {"device_memory": {"peak_reserved_bytes": 2**31}, "peak_process_bytes": 3 * 2**30}
-    (tmp_path / "one.json").write_text(json.dumps(result))
-    block = readme_table.tables(tmp_path)
-    assert "| airllm, slots | 100 ms | 20.0 ms | 50.00 |" in block and "2.00 GiB | 3.00 GiB | 3/3 |" in block
-    readme = f"before\n{readme_table.START}\nold\n{readme_table.END}\nafter\n"
-    new = readme_table.with_tables(readme, block)
-    assert "old" not in new and block in new and new.startswith("before") and new.endswith("after\n")
-    assert readme_table.with_tables(new, block) == new
-
-
 def test_the_readme_shows_what_the_committed_results_hold():
-    from benchmarks import readme_table
-
-    block = readme_table.tables()
-    if not block:
+    if not list((ROOT / "benchmarks" / "results").glob("*.json")):
         pytest.skip("no results are committed under benchmarks/results")
-    readme = (ROOT / "README.md").read_text(encoding="utf-8")
-    assert readme_table.with_tables(readme, block) == readme, "run python benchmarks/readme_table.py"
+    command = [sys.executable, str(ROOT / "benchmarks" / "readme_table.py"), "--check"]
+    done = subprocess.run(command, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stdout + done.stderr
