@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from typing import Any
 
 import families
+import pytest
 import torch
 from transformers.models.phimoe.modeling_phimoe import PhimoeExperts
 
@@ -18,6 +19,16 @@ from airllm.experts.slots import SlotPool
 from airllm.experts.transfer import StreamTransfer, SyncTransfer
 
 LAYERS, EXPERTS, HIDDEN, WIDTH = 3, 8, 32, 24
+
+GPU = (pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU"))
+DEVICES = ["cpu", pytest.param("cuda:0", marks=GPU)]
+
+
+def gpu(test: Any) -> Any:
+    """Marks a test that needs a GPU, and skips it where there is none."""
+    for mark in GPU:
+        test = mark(test)
+    return test
 
 
 class Injected(Exception):

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pytest
 import torch
+from slot_rig import gpu
 
 from airllm.errors import BudgetError
 from airllm.experts.budget import plan_slots
@@ -62,7 +63,7 @@ def test_closing_lets_the_memory_go_and_may_be_repeated() -> None:
     assert (pool.nbytes, pool.blocks, pool.views) == (0, (), ())
 
 
-@pytest.mark.gpu
+@gpu
 def test_on_the_device_the_allocation_is_what_was_promised() -> None:
     device = torch.device("cuda:0")
     layout = ExpertLayout.from_shapes([("gate_up_proj", (896, 512), torch.float16), ("down_proj", (512, 448), torch.float16)], 4)
