@@ -209,13 +209,18 @@ def jsonable(value: Any) -> Any:
     return str(value)
 
 
-def main() -> None:
-    request = json.loads(sys.argv[1])
+def answer(text: str) -> str:
+    """The JSON answer to a JSON request."""
+    request = json.loads(text)
     device = machine.pick_device(request.get("device"))
     if request.get("threads"):
         torch.set_num_threads(request["threads"])
     run = {"machine": run_machine, "sweep": run_sweep}.get(request["kind"], run_case)
-    print(json.dumps(run(request, device), default=jsonable), flush=True)
+    return json.dumps(run(request, device), default=jsonable)
+
+
+def main() -> None:
+    print(answer(sys.argv[1]), flush=True)
 
 
 if __name__ == "__main__":

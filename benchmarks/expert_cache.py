@@ -62,6 +62,7 @@ def parse(arguments: list[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--vs", default="", help="also eager, default, accelerate; comma-separated")
     parser.add_argument("--accelerate-gb", type=float, help="device memory for accelerate (default: dense + budget)")
     parser.add_argument("--budgets", default="", help="budgets in GiB for the sweep, comma-separated")
+    parser.add_argument("--sweep-tokens", type=int, default=64, help="at most so many at each budget, for one prompt")
     parser.add_argument("--device", help="default: a GPU if there is one")
     parser.add_argument("--threads", type=int, help="torch's CPU threads in each case")
     parser.add_argument("--work-dir", type=Path, default=Path(".bench"), help="where built checkpoints go")
@@ -122,6 +123,28 @@ def request_for(kind: str, args: argparse.Namespace, shared: dict[str, Any]) -> 
     return request
 
 
+def sweep_request(args: argparse.Namespace, shared: dict[str, Any]) -> dict[str, Any]:
+    """One prompt in one mode at every budget: each costs the loading of a bank."""
+    return shared | {
+        "kind": "sweep",
+        "budgets_gb": [float(text) for text in args.budgets.split(",")],
+        "tokens": min(args.tokens, args.sweep_tokens),
+        "prompts": shared["prompts"][:1],
+        "modes": shared["modes"][:1],
+    }
+
+
+def keep_so_far(output: Path | None, where: dict[str, Any], cases: dict[str, Any]) -> None:
+    """What was measured until now, beside the output to be: a run that is stopped half-way is not lost."""
+    if output is not None:
+        output.parent.mkdir(parents=True, exist_ok=True)
+        partial_path(output).write_text(json.dumps({"machine": where, "cases": cases}) + "\n", encoding="utf-8")
+
+
+def partial_path(output: Path) -> Path:
+    return output.with_name(output.stem + ".partial.json")
+
+
 def run_child(request: dict[str, Any], timeout_s: int) -> dict[str, Any]:
     """Run one case and return its answer, or {"kind", "error"} with the end of what it said."""
     start = time.perf_counter()
@@ -167,16 +190,17 @@ def run_all(args: argparse.Namespace) -> dict[str, Any]:
     where = run_child({"kind": "machine", "device": str(device), "expert_bytes": sizes.expert_bytes}, args.case_timeout)
     if "error" in where:
         raise SystemExit(f"the machine could not be measured: {where['error']}")
-    cases = {}
+    cases: dict[str, dict[str, Any]] = {}
     for kind in args.kinds:
+        keep_so_far(args.output_json, where, cases)
         if kind == "accelerate" and device.type == "cpu":
             cases[kind] = {"kind": kind, "skipped": "accelerate has nothing to offload from on the CPU"}
             continue
         cases[kind] = run_child(request_for(kind, args, shared), args.case_timeout)
     sweep = None
     if args.budgets:
-        budgets = [float(text) for text in args.budgets.split(",")]
-        sweep = run_child(shared | {"kind": "sweep", "budgets_gb": budgets}, args.case_timeout)
+        keep_so_far(args.output_json, where, cases)
+        sweep = run_child(sweep_request(args, shared), args.case_timeout)
     asked = {name: shared[name] for name in ("dtype", "device", "budget_gb", "accelerate_gb", "tokens", "modes")}
     asked |= {"source": args.geometry or args.model, "revision": args.revision, "prompts": args.prompts}
     asked |= {"prompt_tokens": [len(prompt) for prompt in shared["prompts"]], "seed": args.seed}
@@ -193,8 +217,8 @@ def main(arguments: list[str] | None = None) -> int:
     print(reporting.as_text(result))
     line = json.dumps(result, sort_keys=True)
     if args.output_json:
-        args.output_json.parent.mkdir(parents=True, exist_ok=True)
         args.output_json.write_text(line + "\n", encoding="utf-8")
+        partial_path(args.output_json).unlink(missing_ok=True)
     print(line)
     return 1 if result["faults"] else 0
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib.util
 import json
 import subprocess
 import sys
@@ -257,29 +258,56 @@ def test_random_prompts_and_scripts_hold_no_end_of_text(tiny):
     assert min(ids) == 3 and max(ids) < eos
 
 
-@pytest.mark.slow
-def test_the_benchmark_runs_on_the_cpu_and_ends_with_its_json(tmp_path):
-    """Every case in its own process, as the README has it."""
-    output = tmp_path / "out.json"
-    command = [sys.executable, str(ROOT / "benchmarks" / "expert_cache.py"), "--geometry", "tiny", "--tokens", "3"]
-    command += ["--vs", "eager", "--decode", "forced", "--device", "cpu", "--threads", "1"]
-    command += ["--work-dir", str(tmp_path / "work"), "--output-json", str(output)]
-    done = subprocess.run(command, capture_output=True, text=True, check=False, cwd=tmp_path)
-    assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-2000:]
-    result = json.loads(done.stdout.strip().splitlines()[-1])
+@pytest.fixture
+def in_this_process(monkeypatch):
+    """Cases without the seconds that a process of its own takes to import everything."""
+    monkeypatch.setattr(
+        expert_cache, "run_child", lambda request, timeout_s: json.loads(cases.answer(json.dumps(request | {"threads": 1})))
+    )
+
+
+def test_the_benchmark_runs_on_the_cpu_and_ends_with_its_json(tmp_path, capsys, in_this_process):
+    output, picture = tmp_path / "out.json", tmp_path / "out.png"
+    drawn = importlib.util.find_spec("matplotlib") is not None  # of the bench extra
+    arguments = ["--geometry", "tiny", "--tokens", "3", "--vs", "eager", "--device", "cpu", "--budgets", "0.001,0.01"]
+    arguments += ["--work-dir", str(tmp_path / "work"), "--output-json", str(output)]
+    assert expert_cache.main([*arguments, *(["--plot", str(picture)] if drawn else [])]) == 0
+    result = json.loads(capsys.readouterr().out.strip().splitlines()[-1])
     assert result == json.loads(output.read_text())
     assert result["faults"] == []
+    assert not drawn or picture.stat().st_size > 10_000
+    assert [path.name for path in tmp_path.glob("*.json")] == ["out.json"]
     assert result["cases"]["slots"]["stats"]["slot_count"] == 9
     for kind in ("streaming", "slots"):
-        assert result["cases"][kind]["summary"]["forced"]["tokens"]["identical"]
-        assert result["cases"][kind]["peak_process_bytes"] > 0
+        for mode in ("forced", "free"):
+            assert result["cases"][kind]["summary"][mode]["tokens"] == {"compared": 3, "equal": 3, "identical": True}
+    small, whole = result["sweep"]["points"]
+    assert (small["slot_count"], whole["slot_count"]) == (5, 32)
+    assert small["summary"]["forced"]["hit_rate"] < whole["summary"]["forced"]["hit_rate"]
+
+
+def test_a_case_in_a_process_of_its_own_reports_its_own_peak(tiny):
+    request = {"kind": "eager", "model": str(tiny), "dtype": "float32", "device": "cpu", "threads": 1, "tokens": 2}
+    request |= {"prompts": [[5, 6]], "scripts": [[7, 8]], "modes": ["free"], "max_seq_len": 64}
+    got = expert_cache.run_child(request, 300)
+    assert "error" not in got and len(got["modes"]["free"][0]["tokens"]) == 2
+    assert got["peak_process_bytes"] >= got["stages"]["generated"]["rss_bytes"] > 0
+
+
+def test_a_case_that_dies_is_an_error_with_what_it_said_and_one_that_hangs_is_ended(monkeypatch, tmp_path):
+    script = tmp_path / "case.py"
+    monkeypatch.setattr(expert_cache, "CASES_FILE", script)
+    script.write_text("raise SystemExit('no such device')")
+    assert "exit code 1: no such device" in expert_cache.run_child({"kind": "slots"}, 60)["error"]
+    script.write_text("import time\ntime.sleep(60)")
+    assert "took longer than 1 s" in expert_cache.run_child({"kind": "slots"}, 1)["error"]
 
 
 # ---- the README's table
 
 
 def test_the_readme_shows_what_the_committed_results_hold():
-    if not list((ROOT / "benchmarks" / "results").glob("*.json")):
+    if not (ROOT / "benchmarks" / "results" / "phi-tiny-h200.json").is_file():
         pytest.skip("no results are committed under benchmarks/results")
     command = [sys.executable, str(ROOT / "benchmarks" / "readme_table.py"), "--check"]
     done = subprocess.run(command, capture_output=True, text=True, check=False)
