@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import logging
 import subprocess
 import sys
 from dataclasses import replace
@@ -26,6 +27,16 @@ TINY = GEOMETRIES["tiny"]
 
 def command(*arguments):
     return CliRunner().invoke(cli.app, [str(argument) for argument in arguments])
+
+
+@pytest.fixture(autouse=True)
+def put_back(monkeypatch):
+    """The command owns its process and sets what it likes; here it shares one with other tests."""
+    monkeypatch.setenv("TQDM_DISABLE", "1")
+    threads, level = torch.get_num_threads(), logging.getLogger("airllm").level
+    yield
+    torch.set_num_threads(threads)
+    logging.getLogger("airllm").setLevel(level)
 
 
 @pytest.fixture(scope="module")
