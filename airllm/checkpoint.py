@@ -285,7 +285,8 @@ class TensorReader:
             for job in jobs:
                 job()
             return
-        futures = [self._executor().submit(self._run_one, job) for job in jobs]
+        failed = threading.Event()
+        futures = [self._executor().submit(self._run_one, job, failed) for job in jobs]
         try:
             done, _ = wait(futures, return_when=FIRST_EXCEPTION)
         finally:
@@ -314,9 +315,15 @@ class TensorReader:
     def __exit__(self, *_: object) -> None:
         self.close()
 
-    def _run_one(self, job: Callable[[], None]) -> None:
+    def _run_one(self, job: Callable[[], None], failed: threading.Event) -> None:
         self._inside.pool = True
-        job()
+        if failed.is_set():  # a worker is quicker to take the next job than `run` is to cancel it
+            return
+        try:
+            job()
+        except BaseException:
+            failed.set()
+            raise
 
     def _executor(self) -> ThreadPoolExecutor:
         with self._state:

@@ -160,8 +160,9 @@ def fake_hub() -> Iterator[str]:
 def test_a_hub_id_is_downloaded_once_with_the_real_client(tmp_path: Path, fake_hub: str) -> None:
     script = (
         "import sys\nfrom airllm.locate import locate\nfrom airllm.errors import CheckpointError\n"
-        "for name, revision in (('org/model', None), ('org/model', None), ('org/model', 'v9'), ('org/none', None)):\n"
-        "    try:\n        print(locate(name, cache_dir=sys.argv[1], revision=revision))\n"
+        "for name, options in (('org/model', {}), ('org/model', {}), ('org/model', {'local_files_only': True}),\n"
+        "                      ('org/model', {'revision': 'v9'}), ('org/none', {})):\n"
+        "    try:\n        print(locate(name, cache_dir=sys.argv[1], **options))\n"
         "    except CheckpointError as error:\n        print('refused:', str(error).replace('\\n', ' '))\n"
     )
     environment = {**os.environ, "HF_ENDPOINT": fake_hub, "HF_HUB_OFFLINE": "0", "NO_PROXY": "127.0.0.1"}
@@ -171,13 +172,13 @@ def test_a_hub_id_is_downloaded_once_with_the_real_client(tmp_path: Path, fake_h
         timeout=120,
     )  # fmt: skip
     lines = result.stdout.splitlines()
-    assert len(lines) == 4, result.stderr
+    assert len(lines) == 5, result.stderr
     folder = Path(lines[0])
-    assert folder == Path(lines[1]) and folder.name == SHA
+    assert lines[:3] == [lines[0]] * 3 and folder.name == SHA
     assert {path.relative_to(folder).as_posix() for path in folder.rglob("*") if path.is_file()} == KEPT | {
         "model.safetensors"
     }
     assert (folder / "model.safetensors").read_text() == "model.safetensors"
     assert sorted(FakeHub.asked) == sorted(KEPT | {"model.safetensors"})  # each file once, over both calls
-    assert "no revision 'v9'" in lines[2]
-    assert "org/none is no folder here, is not cached" in lines[3] and "hf_token" in lines[3]
+    assert "no revision 'v9'" in lines[3]
+    assert "org/none is no folder here, is not cached" in lines[4] and "hf_token" in lines[4]
