@@ -28,6 +28,17 @@ def _inverse_frequencies(theta: float, dim: int, factors: list[float] | None) ->
     return 1.0 / (torch.tensor(factors, dtype=torch.float32) * theta**exponents)
 
 
+def _complete(rope: dict[str, Any], config: Any) -> dict[str, Any]:
+    """LongRoPE's entries; the length where factors change may stand beside them in the configuration."""
+    known = {"original_max_position_embeddings": getattr(config, "original_max_position_embeddings", None)}
+    rope = known | {name: value for name, value in rope.items() if value is not None}
+    needed = ("short_factor", "long_factor", "short_mscale", "long_mscale", "original_max_position_embeddings")
+    missing = [name for name in needed if rope.get(name) is None]
+    if missing:
+        raise UnsupportedModelError(f"LongRoPE needs {', '.join(missing)} in config.json's rope_scaling: download it again")
+    return rope
+
+
 class PhiMoERotaryEmbedding(nn.Module):
     """cos and sin for positions: ``forward(x [B, T, H], position_ids [B, T])`` gives two [B, T, head_dim] in x's dtype."""
 
@@ -42,6 +53,8 @@ class PhiMoERotaryEmbedding(nn.Module):
             raise UnsupportedModelError(f"PhiMoE with rope type {self.rope_type!r}: only default and longrope are published")
         dim = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
         theta, is_long = rope["rope_theta"], self.rope_type == "longrope"
+        if is_long:
+            rope = _complete(rope, config)
         self.switch_length = rope["original_max_position_embeddings"] if is_long else None
         self.short_mscale = rope["short_mscale"] if is_long else 1.0
         self.long_mscale = rope["long_mscale"] if is_long else 1.0
