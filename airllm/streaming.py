@@ -217,11 +217,7 @@ class LayerStreamer:
         self._begin_fill(number, block)
         fill = self._fills[block]
         assert fill is not None
-        try:
-            fill.result()
-        except BaseException:
-            self._holds[block] = None
-            raise
+        fill.result()  # a block whose fill failed keeps its name: `_filled` finds the failure and reads again
         self.counts.wait_s += time.perf_counter() - started
         return block
 
@@ -380,6 +376,14 @@ class LayerWatch:
             if not bool(seen.isfinite().all()):
                 return self._names[number]
         return None
+
+    def shown(self) -> list[torch.Tensor | None]:
+        """The outputs that are kept now: a recorded forward writes the same ones again each time it is replayed."""
+        return list(self._outputs)
+
+    def show(self, outputs: Sequence[torch.Tensor | None]) -> None:
+        """Look at these outputs, which `shown` gave when the forward that has just been replayed was recorded."""
+        self._outputs[:] = outputs
 
     def close(self) -> None:
         """Unhook."""

@@ -14,7 +14,7 @@ import families
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
-from transformers import GenerationConfig
+from transformers import CompileConfig, GenerationConfig
 
 from airllm.airllm_base import AirLLMBaseModel
 from airllm.compression import open_compressed
@@ -162,10 +162,19 @@ def test_a_static_cache_does_not_compile_the_forward(llama: Pair, monkeypatch: p
         raise AssertionError("compiled code cannot follow weights that move")
 
     monkeypatch.setattr(torch, "compile", refuse)
-    config = GenerationConfig(cache_implementation="static", max_new_tokens=3, pad_token_id=0)
-    llama.ours.generate(families.prompt(llama.oracle, 4), generation_config=config)
+    everywhere = CompileConfig()
+    everywhere._compile_all_devices = True  # else transformers compiles on GPUs only
+    config = GenerationConfig(
+        cache_implementation="static", max_new_tokens=3, pad_token_id=0, compile_config=everywhere
+    )
+    ids = families.prompt(llama.oracle, 4)
+    with pytest.raises(AssertionError, match="cannot follow"):
+        llama.oracle.generate(ids.to(llama.oracle.device), generation_config=config)
+    llama.ours.generate(ids, generation_config=config)
     assert config.disable_compile is None, "the caller's own object must stay as it was"
-    assert llama.ours.model.generation_config.disable_compile is True
+    llama.ours.model.generate(ids.to(llama.oracle.device), cache_implementation="static", max_new_tokens=3)
+    llama.ours.generation_config = config
+    llama.ours.generate(ids, max_new_tokens=3, cache_implementation="static")
 
 
 def test_a_streamer_sees_the_oracles_tokens(llama: Pair) -> None:

@@ -200,13 +200,18 @@ def test_layers_called_in_any_order_have_their_own_weights(model: AirLLMBaseMode
         asked = oracle.model.layers[number].mlp
         hidden = torch.randn(1, 3, 32, generator=torch.Generator().manual_seed(number))
         seen = {}
+        # An interrupt skips the hook that takes the weights back: the next layer's beginning has to do it.
+        error = KeyboardInterrupt if number % 2 else Stop
 
-        def take(module: nn.Module, args: Any, seen: dict[str, Any] = seen, hidden: torch.Tensor = hidden) -> None:
+        def take(
+            module: nn.Module, args: Any, seen: Any = seen, hidden: torch.Tensor = hidden, error: Any = error
+        ) -> None:
             seen["mlp"] = module.mlp(hidden.to(module.mlp.up_proj.weight.device))
-            raise Stop
+            assert sum(not layer.mlp.up_proj.weight.is_meta for layer in layers_of(model)) == 1
+            raise error
 
         hook = layers_of(model)[number].register_forward_pre_hook(take)
-        with pytest.raises(Stop), torch.no_grad():
+        with pytest.raises(error), torch.no_grad():
             layers_of(model)[number](hidden)
         hook.remove()
         with torch.no_grad():
@@ -344,6 +349,29 @@ def test_a_read_that_failed_while_guessing_is_tried_again(
         model._streamer._begin_fill(0, 1)
         assert isinstance(model._streamer._fills[1].exception(10), CheckpointError)
         assert close_to(model(ids()).logits, expected(ids()))
+
+
+def test_an_interrupt_just_after_a_read_was_queued_does_not_mix_up_the_blocks(
+    folder: Path, monkeypatch: pytest.MonkeyPatch, expected: Any
+) -> None:
+    with AirLLMBaseModel(folder, device="cpu") as model:
+        worker = model._streamer._worker
+        submit, countdown = worker.submit, [0]
+
+        def interrupted(*args: Any) -> Any:
+            future = submit(*args)
+            countdown[0] -= 1
+            if countdown[0] == 0:
+                raise KeyboardInterrupt
+            return future
+
+        monkeypatch.setattr(worker, "submit", interrupted)
+        for moment in range(1, LAYERS):
+            model(ids())
+            countdown[0] = moment
+            with pytest.raises(KeyboardInterrupt):
+                model(ids())
+            assert close_to(model(ids()).logits, expected(ids()))
 
 
 def test_a_streamer_that_raises_leaves_the_model_usable(model: AirLLMBaseModel) -> None:
