@@ -30,8 +30,6 @@ log = logging.getLogger(__name__)
 STAGE_BYTES = 1 << 24
 """Read and copied to the device as one; each reading thread has one such stage while loading."""
 
-STAGES = 4  # pinned chunks in turn: enough to keep the link busy, and 128 MiB of pinned memory at most
-
 Progress = Callable[[int], None]
 """Called with a number of bytes as they arrive, from any thread."""
 

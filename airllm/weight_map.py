@@ -318,7 +318,7 @@ def _message(model: PreTrainedModel, problems: Sequence[str]) -> str:
     if len(problems) > _LISTED:
         shown.append(f"and {len(problems) - _LISTED} more")
     return (
-        f"the checkpoint does not fit {type(model).__name__}: {len(problems)} problems\n  "
+        f"the checkpoint does not fit {type(model).__name__}: {len(problems)} problem{'s' if len(problems) > 1 else ''}\n  "
         + "\n  ".join(shown)
         + "\nCheck that config.json belongs to these weights and that the download is complete."
     )

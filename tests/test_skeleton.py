@@ -145,6 +145,7 @@ def test_the_experts_implementation_asked_for_is_the_one_used(checkpoint: Checkp
 def test_only_what_a_checkpoint_fills_is_on_meta_and_frequencies_stay_float32(checkpoint: Checkpoint) -> None:
     model, weight_map = skeleton(checkpoint("deepseek_v3"), torch.bfloat16)
     assert {name for name, tensor in tensors(model).items() if tensor.is_meta} == set(weight_map.targets())
+    assert not any(parameter.requires_grad for parameter in model.parameters())
     assert model.model.rotary_emb.inv_freq.dtype == torch.float32
     with pytest.raises(WeightMapError, match="were never loaded: .*embed_tokens"):
         assert_no_meta(model)

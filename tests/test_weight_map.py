@@ -11,7 +11,7 @@ import families
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
-from transformers import conversion_mapping
+from transformers import LlamaForCausalLM, conversion_mapping
 from transformers.core_model_loading import Chunk, Transpose, WeightConverter, WeightRenaming
 
 from airllm.checkpoint import CheckpointIndex, TensorReader
@@ -85,13 +85,23 @@ def test_bytes_read_are_the_bytes_of_the_targets(checkpoint: Checkpoint) -> None
     assert all(same(out[name], tensor) for name, tensor in read_all(weight_map).items())
 
 
-def test_a_dtype_plan_keeps_float32_in_a_half_precision_model(checkpoint: Checkpoint) -> None:
-    model, weight_map = mapped(checkpoint("deepseek_v3"), torch.bfloat16)
-    kept = {name for name, spec in weight_map.targets().items() if spec.dtype == torch.float32}
-    theirs = families.oracle(checkpoint("deepseek_v3"), torch.bfloat16).state_dict()
-    assert kept == {name for name, tensor in theirs.items() if tensor.dtype == torch.float32}
-    assert kept == {name for name, tensor in model.state_dict().items() if tensor.dtype == torch.float32}
-    assert "model.layers.1.mlp.gate.e_score_correction_bias" in kept and len(kept) < 5
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("plan", ["_keep_in_fp32_modules", "_keep_in_fp32_modules_strict"])
+def test_what_a_model_class_keeps_in_float32_is_kept(
+    checkpoint: Checkpoint, plan: str, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    folder = checkpoint("llama")
+    monkeypatch.setattr(LlamaForCausalLM, plan, ["o_proj", "layers.1.mlp"])
+    model, weight_map = mapped(folder, dtype)
+    theirs = families.oracle(folder, dtype).state_dict()
+    assert all(same(tensor, theirs[name]) for name, tensor in read_all(weight_map).items())
+    assert {name: tensor.dtype for name, tensor in model.state_dict().items()} == {
+        name: tensor.dtype for name, tensor in theirs.items()
+    }
+    kept = [name for name, tensor in theirs.items() if tensor.dtype == torch.float32]
+    strict = plan.endswith("strict")
+    counts = {torch.float32: len(theirs), torch.bfloat16: 6 if strict else 0, torch.float16: 6}
+    assert len(kept) == counts[dtype]
 
 
 # --- experts ----------------------------------------------------------------------------------------------------------
@@ -299,6 +309,9 @@ def test_tied_weights_need_only_one_of_the_two(checkpoint: Checkpoint, tmp_path:
     assert "model.embed_tokens.weight" not in weight_map.targets()
     gone = edited(folder, tmp_path / "gone", lambda tensors: tensors.pop("model.embed_tokens.weight"))
     with pytest.raises(WeightMapError, match=r"model\.embed_tokens\.weight"):
+        mapped(gone, torch.float32)
+    gone = edited(folder, tmp_path / "also", lambda tensors: tensors.pop("model.norm.weight"))
+    with pytest.raises(WeightMapError, match=r"1 problem\s+model\.norm\.weight"):
         mapped(gone, torch.float32)
 
 
