@@ -6,6 +6,7 @@ import errno
 import json
 import logging
 import os
+import re
 import shutil
 import signal
 import time
@@ -29,7 +30,7 @@ from split_checkpoints import (
     write_safetensors,
 )
 
-from airllm import folder_lock, layer_files
+from airllm import folder_lock, layer_files, split_writer
 from airllm.checkpoint import CheckpointIndex, TensorReader
 from airllm.errors import CheckpointError, NotEnoughSpaceException, OptionError
 from airllm.layer_files import find_or_create_split, split_and_save_layers
@@ -66,7 +67,10 @@ def count_writes(monkeypatch: pytest.MonkeyPatch) -> list[str]:
 
 
 @pytest.mark.parametrize("shards", [1, 3])
-def test_a_split_holds_the_checkpoints_own_keys_and_dtypes_in_airllms_layout(tmp_path: Path, shards: int) -> None:
+def test_a_split_holds_the_checkpoints_own_keys_and_dtypes_in_airllms_layout(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, shards: int
+) -> None:
+    monkeypatch.setattr(split_writer, "CHUNK_BYTES", 100)  # most tensors take several
     folder = write_safetensors(tmp_path / "model", shards=shards)
     target = split_and_save_layers(folder, progress=False)
     assert target == folder / "splitted_model"
@@ -77,6 +81,8 @@ def test_a_split_holds_the_checkpoints_own_keys_and_dtypes_in_airllms_layout(tmp
         assert file.metadata() == {"format": "pt"}
         assert set(file.keys()) == {name for name in tensors() if name.startswith("model.layers.2.")}
     assert_right(target)
+    for entry in CheckpointIndex.open(target).values():  # older readers of safetensors view bytes in place
+        assert entry.offset % entry.dtype.itemsize == 0, entry
 
 
 def test_a_split_can_lie_elsewhere_and_a_second_call_writes_nothing(
@@ -397,10 +403,12 @@ def test_a_stale_split_counts_as_free_space_and_survives_when_that_is_not_enough
     write_safetensors(folder, seed=1)
     usage = shutil.disk_usage(tmp_path)
     monkeypatch.setattr(shutil, "disk_usage", lambda _: usage._replace(free=0))
-    with pytest.raises(NotEnoughSpaceException, match="of an old split there can be used again"):
+    with pytest.raises(NotEnoughSpaceException, match="of an old split there can be used again") as caught:
         split(folder)
     assert digests(target) == before
-    monkeypatch.setattr(shutil, "disk_usage", lambda _: usage._replace(free=1 << 17))
+    needed, reclaimed = (int(number) for number in re.findall(r"needs (\d+) B.* and (\d+) B of", str(caught.value))[0])
+    assert reclaimed == sum(path.stat().st_size for path in target.glob("*.safetensors"))
+    monkeypatch.setattr(shutil, "disk_usage", lambda _: usage._replace(free=needed - reclaimed))
     assert_right(split(folder), seed=1)
 
 
