@@ -10,6 +10,8 @@ Everything is allocated by `start`, nothing while generating.
 from __future__ import annotations
 
 import logging
+import queue
+import threading
 import time
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor, wait
@@ -29,7 +31,10 @@ from airllm.weight_map import WeightMap
 log = logging.getLogger(__name__)
 
 WATCHED_ROWS = 64  # rows of hidden states that may be kept alive a layer to find a layer that computed infinities
-HOST_BLOCKS = 2  # one is read into while the other is copied to the device
+FILLS_AT_ONCE = 2
+"""While one layer's last pieces arrive, reading threads already have work of the next: the thread that runs the model needs
+Python's lock at that moment, and threads without work would wait for it."""
+HOST_BLOCKS = 2  # one for each fill; the first to be free is copied from while it waits
 RING_BLOCKS = 3  # one computes, one is ready, one is being filled
 
 Progress = Callable[[int], None]
@@ -76,11 +81,13 @@ class LayerStreamer:
         self._ring = ring
         self._holds: list[int | None] = [None] * ring  # the layer in each block, once its fill has ended
         self._fills: list[Future[None] | None] = [None] * ring
+        self._tickets = [0] * ring  # of the last fill that each block was promised to
+        self._filling = [threading.Lock() for _ in range(ring)]
         self._current: tuple[int, int] | None = None  # (layer, block) whose views are installed
         self._kept: list[torch.Tensor] = []
         self._hosts: list[HostBlock] = []
-        self._sent_from: list[int | None] = []  # for each host block, the device block that its last copies went to
-        self._turn = 0
+        # Host blocks that nothing is read into now, each with the device block that its last copy went to.
+        self._free_hosts: queue.SimpleQueue[tuple[int, int | None]] = queue.SimpleQueue()
         self._views: dict[tuple[int, int], LayerViews] = {}  # (layer, host block)
         self._parameters: dict[tuple[Any, int], list[nn.Parameter]] = {}  # (layout key, block)
         self._transfer: Transfer = SyncTransfer()
@@ -107,7 +114,7 @@ class LayerStreamer:
         if self._ring == 0:
             self._free_staging()
         elif self._prefetch:
-            self._worker = ThreadPoolExecutor(1, thread_name_prefix="airllm-stream")
+            self._worker = ThreadPoolExecutor(FILLS_AT_ONCE, thread_name_prefix="airllm-stream")
 
     def _allocate(self) -> None:
         largest = max((layout.nbytes for layout in self._layouts[self._resident :]), default=0)
@@ -125,7 +132,8 @@ class LayerStreamer:
             self._transfer = StreamTransfer(self._ring + 1, self.device)
             size = max((layout.nbytes for layout in self._layouts), default=0)
             self._hosts = [HostBlock(size) for _ in range(HOST_BLOCKS if self._ring > 1 else 1)]
-            self._sent_from = [None] * len(self._hosts)
+            for number in range(len(self._hosts)):
+                self._free_hosts.put((number, None))
             refused = [host.pin_reason for host in self._hosts if self._pin_memory and not host.pin()]
             if refused:
                 log.warning("host memory is not pinned (%s): copies to the device are slower", refused[0])
@@ -246,20 +254,25 @@ class LayerStreamer:
         return min(free, key=lambda b: self._holds[b] is not None)
 
     def _begin_fill(self, number: int, block: int) -> None:
-        """Queue the fill. The single worker takes fills in order, so a block is never filled twice at once."""
+        """Queue the fill; any fill of the same block that has not begun is void from now on."""
+        self._tickets[block] += 1
         self._holds[block] = None  # first: an interrupt between these lines must not leave a block under a wrong name
         old = self._fills[block]
         if old is not None:
             old.cancel()
         if self._worker is not None:
-            self._fills[block] = self._worker.submit(self._fill, number, block)
+            self._fills[block] = self._worker.submit(self._fill, number, block, self._tickets[block])
         else:
-            self._fills[block] = _run_now(self._fill, number, block)
+            self._fills[block] = _run_now(self._fill, number, block, self._tickets[block])
         self._holds[block] = number
 
-    def _fill(self, number: int, block: int) -> None:
-        self._fill_block(number, self._blocks[block], block)
-        self.counts.layer_loads += 1
+    def _fill(self, number: int, block: int, ticket: int) -> None:
+        with self._filling[block]:  # a block is never filled twice at once
+            if ticket != self._tickets[block]:
+                return  # an interrupt made us forget this fill, or a later one took its place
+            self._fill_block(number, self._blocks[block], block)
+        with self.counts.lock:
+            self.counts.layer_loads += 1
 
     def _fill_block(self, number: int, block: torch.Tensor, place: int) -> None:
         """Read every piece and, where there are host blocks, send the layer on to its device block."""
@@ -268,25 +281,27 @@ class LayerStreamer:
         if not self._hosts:
             self._read_pieces(layout, self._views_of(number, place, block))
         else:
-            host, self._turn = self._turn, (self._turn + 1) % len(self._hosts)
-            self._await_copies_from(host)
+            self._read_and_send(layout, number, block, place)
+        with self.counts.lock:
+            self.counts.read_s += time.perf_counter() - started
+            self.counts.h2d_bytes += layout.nbytes if self._hosts else 0
+
+    def _read_and_send(self, layout: LayerLayout, number: int, block: torch.Tensor, place: int) -> None:
+        host, sent_to = self._free_hosts.get()
+        try:
+            if sent_to is not None:
+                self._transfer.finish(sent_to)
             source = self._hosts[host].tensor
             self._read_pieces(layout, self._views_of(number, host, source))
-            self._sent_from[host] = place
             # One copy a layer: it runs beside the reading of the next layer, and many small ones would cost the reading
             # threads more than they gain (each needs the driver's lock and Python's).
             self._transfer.copy(source[: layout.nbytes], block[: layout.nbytes], place)
-            self.counts.h2d_bytes += layout.nbytes
-        self.counts.read_s += time.perf_counter() - started
+            sent_to = place
+        finally:
+            self._free_hosts.put((host, sent_to))
 
     def _read_pieces(self, layout: LayerLayout, views: LayerViews) -> None:
         self._reader.run([partial(piece.read, self._reader, views) for piece in layout.pieces])
-
-    def _await_copies_from(self, host: int) -> None:
-        """A host block may be filled anew once its last copies have ended; those of the other one go on meanwhile."""
-        place = self._sent_from[host]
-        if place is not None:
-            self._transfer.finish(place)
 
     def _views_of(self, number: int, memory_number: int, memory: torch.Tensor) -> LayerViews:
         key = number, memory_number
@@ -334,6 +349,7 @@ class StreamCounts:
     """What the streamer measured since it started."""
 
     def __init__(self) -> None:
+        self.lock = threading.Lock()  # fills run on several threads
         self.layer_loads = 0
         self.ready = 0  # layers that were there when they were asked for
         self.h2d_bytes = 0

@@ -22,7 +22,7 @@ from airllm import layer_layout, skeleton, streaming
 from airllm.airllm_base import AirLLMBaseModel
 from airllm.checkpoint import CheckpointIndex, TensorReader
 from airllm.errors import CheckpointError
-from airllm.layer_layout import plan_layers
+from airllm.layer_layout import LayerLayout, LayerViews, plan_layers
 from airllm.streaming import LayerStreamer
 from airllm.weight_map import build_weight_map
 
@@ -36,16 +36,12 @@ class Stop(Exception):
 @pytest.fixture(autouse=True)
 def poison(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     """Bytes of 0xFF are NaN in every floating type."""
-    fill, leave = LayerStreamer._fill_block, LayerStreamer.leave
+    read, leave = LayerStreamer._read_pieces, LayerStreamer.leave
 
-    def poisoned_fill(self: LayerStreamer, number: int, block: torch.Tensor, place: int) -> None:
-        if not self.on_gpu:
-            block.fill_(0xFF)
-        for host in self._hosts:
-            if self._turn == self._hosts.index(host):
-                self._await_copies_from(self._turn)
-                host.tensor.fill_(0xFF)
-        fill(self, number, block, place)
+    def poisoned_read(self: LayerStreamer, layout: LayerLayout, views: LayerViews) -> None:
+        for tensor in views.flat.values():
+            tensor.view(torch.uint8).fill_(0xFF)
+        read(self, layout, views)
 
     def poisoned_leave(self: LayerStreamer) -> None:
         if self._current is not None:
@@ -53,7 +49,7 @@ def poison(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
             self._holds[self._current[1]] = None
         leave(self)
 
-    monkeypatch.setattr(LayerStreamer, "_fill_block", poisoned_fill)
+    monkeypatch.setattr(LayerStreamer, "_read_pieces", poisoned_read)
     monkeypatch.setattr(LayerStreamer, "leave", poisoned_leave)
     before = torch.get_num_threads()
     torch.set_num_threads(1)
