@@ -15,8 +15,9 @@ from transformers import PreTrainedModel
 
 from airllm import guard
 from airllm.airllm_base import AirLLMBaseModel, progress_bar
+from airllm.decode_step import DecodeStepper, why_no_steps
 from airllm.errors import UnsupportedModelError
-from airllm.experts.assembly import ExpertsFound, install, record_graphs
+from airllm.experts.assembly import ExpertsFound, add_device_engine, install, record_graphs
 from airllm.experts.runtime import SlotExpertRuntime
 from airllm.experts.stats import disabled_stats
 from airllm.phimoe_rope import PhiMoERotaryEmbedding, reread_at_switch
@@ -44,7 +45,9 @@ class AirLLMPhiMoE(AirLLMBaseModel):
 
     supports_slots = True
     _runtime: SlotExpertRuntime | None = None
+    _stepper: DecodeStepper | None = None
     _graph_reason = ""
+    _engine_reason = "not asked for (expert_cache_engine='device')"
 
     def _load(self) -> None:
         if self.options.expert_cache_backend == "slot":
@@ -82,7 +85,10 @@ class AirLLMPhiMoE(AirLLMBaseModel):
         assert_no_meta(model)
         self._record_graphs(model)
         _, layers = decoder_layers(model)
-        self._finish(model, guard.ForwardGuard(_ResidentLayers(layers, device), self.profiler))
+        resident = _ResidentLayers(layers, device)
+        self._finish(model, guard.ForwardGuard(resident, self.profiler))
+        if options.expert_cache_engine == "device":
+            self._start_steps(model, runtime, resident.watch)
 
     def _load_dense(self, model: PreTrainedModel, weight_map: WeightMap, reader: Any, found: ExpertsFound) -> None:
         experts, targets = found.parameter_names(), weight_map.targets()
@@ -108,6 +114,24 @@ class AirLLMPhiMoE(AirLLMBaseModel):
         reread_at_switch(model)
         super()._finish(model, forward_guard)
 
+    def _start_steps(self, model: PreTrainedModel, runtime: SlotExpertRuntime, watch: LayerWatch) -> None:
+        """Let decoded tokens be steps served by the device engine, or say why they cannot be."""
+        self._engine_reason = why_no_steps(model) or add_device_engine(runtime, model)
+        if runtime.engine is None:
+            log.warning("expert_cache_engine='device': the plain engine serves this model (%s)", self._engine_reason)
+            return
+        self._stepper = self._guard.stepper = DecodeStepper(model, runtime.engine, runtime.routers, watch)
+        self._resources.callback(self._stepper.close)
+
+    # --- use ----------------------------------------------------------------------------------------------------------
+
+    def generate(self, *args: Any, **kwargs: Any) -> Any:
+        stepper = self._stepper
+        if stepper is None or kwargs.get("assistant_model") is not None:
+            return super().generate(*args, **kwargs)
+        with self._guard.lock, stepper.generating():
+            return stepper.hand_out(super().generate(*args, **kwargs))
+
     # --- statistics ---------------------------------------------------------------------------------------------------
 
     def get_expert_cache_stats(self) -> dict[str, Any]:
@@ -123,13 +147,16 @@ class AirLLMPhiMoE(AirLLMBaseModel):
             "allocated_device_bytes": dense + self._runtime.pool.nbytes,
             "decode_graphs": self._runtime.graphs is not None,
             "decode_graphs_reason": self._graph_reason,
+            "engine": "plain" if self._stepper is None else "device",
+            "device_engine_reason": self._engine_reason,
             **stats,
+            **({} if self._stepper is None else self._stepper.stats()),
         }
 
     def reset_expert_cache_stats(self) -> None:
         """Counters to zero; what is resident stays."""
         if self._runtime is not None:
-            self._runtime.counters.reset()
+            self._runtime.reset_counters()
 
     def clear_expert_cache(self) -> None:
         """Empty every slot; counters stay."""
@@ -144,7 +171,7 @@ class AirLLMPhiMoE(AirLLMBaseModel):
 
     def close(self) -> None:
         super().close()
-        self._runtime = None
+        self._runtime = self._stepper = None
 
 
 class _ResidentLayers:

@@ -42,12 +42,20 @@ class Layers(Protocol):
         """Take back what was installed for the layer that runs, if there is one."""
 
 
+class Stepper(Protocol):
+    """Another way through a forward, for those forwards that it serves."""
+
+    def run(self, plain: Callable[[], Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """The forward that was called with ``args`` and ``kwargs``; ``plain()`` runs it as it is."""
+
+
 class ForwardGuard:
     """One forward at a time; weights taken back whatever happens; wrong numbers reported instead of sampled from."""
 
     def __init__(self, streamer: Layers, profiler: LayeredProfiler | None = None) -> None:
         self.lock = threading.RLock()
         self.closed = False
+        self.stepper: Stepper | None = None
         self._streamer = streamer
         self._profiler = profiler
         self._checking = False
@@ -59,7 +67,8 @@ class ForwardGuard:
 
         @functools.wraps(original)
         def forward(*args: Any, **kwargs: Any) -> Any:
-            return self.run(functools.partial(original, reference(), *args, **kwargs))
+            plain = functools.partial(original, reference(), *args, **kwargs)
+            return self.run(plain if self.stepper is None else functools.partial(self.stepper.run, plain, args, kwargs))
 
         forward.__signature__ = inspect.signature(model.forward)  # type: ignore[attr-defined] # generate reads it
         model.forward = forward  # type: ignore[method-assign]

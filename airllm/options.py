@@ -23,6 +23,7 @@ log = logging.getLogger(__name__)
 GIB = 1 << 30
 
 BACKENDS = ("none", "slot")
+ENGINES = ("auto", "plain", "device")
 COMPRESSIONS = ("4bit", "8bit")
 
 _DTYPES = {
@@ -57,6 +58,7 @@ class Options:
     """The checked keywords. Sizes are bytes; ``dtype=None`` means the checkpoint's own.
 
     ``resident_bytes`` is the number of bytes of decoder layers that may stay on the device, or "all".
+    ``expert_cache_engine`` is who serves decoded tokens from the slots; "auto" is "plain" for now.
     ``expert_cache_bytes`` is a number of bytes or "auto" with the slot backend, None without it.
     """
 
@@ -81,13 +83,14 @@ class Options:
     expert_cache_backend: str = "none"
     expert_cache_bytes: int | str | None = None
     pin_memory: bool = True
+    expert_cache_engine: str = "auto"
 
 
 KEYWORDS = (
     "device", "dtype", "max_seq_len", "layer_shards_saving_path", "profiling_mode", "compression", "hf_token",
     "prefetching", "delete_original", "revision", "cache_dir", "local_files_only", "trust_remote_code",
     "attn_implementation", "experts_implementation", "resident_gb", "expert_cache_backend", "expert_cache_gb",
-    "pin_memory",
+    "pin_memory", "expert_cache_engine",
 )  # fmt: skip
 _ALIASES = {"token": "hf_token", "torch_dtype": "dtype"}
 
@@ -125,6 +128,7 @@ def parse_options(model_name_or_path: str | os.PathLike[str], **keywords: Any) -
         resident_bytes=resident_bytes,
         expert_cache_backend=backend,
         expert_cache_bytes=cache_bytes,
+        expert_cache_engine=_engine(backend, given.get("expert_cache_engine")),
         **flags,
     )
 
@@ -180,6 +184,13 @@ def _choice(name: str, value: Any, choices: tuple[str, ...]) -> str | None:
 
 def _backend(value: Any) -> str:
     return _choice("expert_cache_backend", value, BACKENDS) or "none"
+
+
+def _engine(backend: str, value: Any) -> str:
+    engine = _choice("expert_cache_engine", value, ENGINES) or "auto"
+    if engine != "auto" and backend != "slot":
+        raise OptionError(f"expert_cache_engine={value!r} has no effect without expert_cache_backend='slot': add it")
+    return engine
 
 
 def _flag(name: str, value: Any, default: bool) -> bool:

@@ -8,10 +8,12 @@ proves that for the installed release.
 from __future__ import annotations
 
 import copy
+import functools
 import os
 import tempfile
 import threading
-from collections.abc import Iterable, Mapping, Sequence
+import weakref
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from types import SimpleNamespace
 from typing import Any
 
@@ -262,6 +264,19 @@ def expert_modules(model: nn.Module) -> list[tuple[str, nn.Module]]:
 
 
 # --- self test --------------------------------------------------------------------------------------------------------
+
+
+def replace_cache_preparation(model: PreTrainedModel, prepare: Callable[..., Any]) -> None:
+    """Let ``model.generate`` ask ``prepare(original, generation_config, model_kwargs, mode, batch_size, max_length)`` for its
+    cache. ``prepare`` puts one into ``model_kwargs``, or calls ``original`` with the rest of its arguments."""
+    kind: Any = type(model)
+    reference, original = weakref.ref(model), kind._prepare_cache_for_generation
+
+    @functools.wraps(original)
+    def replaced(*call: Any) -> Any:
+        return prepare(functools.partial(original, reference()), *call)
+
+    model._prepare_cache_for_generation = replaced  # type: ignore[assignment]
 
 
 def self_test() -> None:

@@ -13,6 +13,7 @@ from torch import nn
 from airllm.experts.bank import HostBank
 from airllm.experts.budget import MIB, SCRATCH_SLOTS, SlotPlan, auto_budget_bytes, plan_slots
 from airllm.experts.decode_graphs import ExpertGraphs, GraphedRouter, GraphPool
+from airllm.experts.device_engine import DeviceEngine, why_not
 from airllm.experts.layout import ExpertLayout, common_layout
 from airllm.experts.modules import SlotExperts, find_experts
 from airllm.experts.runtime import SlotExpertRuntime
@@ -138,6 +139,17 @@ def _shape_hook(runtime: SlotExpertRuntime) -> Callable[..., None]:
             runtime.begin_forward(tokens.shape[0], tokens.shape[1], runtime.pool.blocks[0].device)
 
     return note
+
+
+def add_device_engine(runtime: SlotExpertRuntime, model: nn.Module) -> str:
+    """Give the runtime its second engine, which serves decoded steps. Returns "" or the reason why there is none."""
+    experts = next(module for module in model.modules() if isinstance(module, SlotExperts))
+    reason = why_not(runtime.bank, runtime.pool, runtime.top_k, experts.apply_gate)
+    if not reason:
+        runtime.engine = DeviceEngine(
+            runtime.bank, runtime.pool, runtime.transfer, runtime.policy, runtime.counters, top_k=runtime.top_k
+        )
+    return reason
 
 
 def record_graphs(runtime: SlotExpertRuntime, model: nn.Module, routers: list[nn.Module], hidden_width: int) -> str:

@@ -70,6 +70,11 @@ class HostBank:
         self.reads_at_load = self.tensor_reads
 
     @property
+    def memory(self) -> torch.Tensor:
+        """All experts by key: uint8 [L * E, expert_bytes]."""
+        return self._blocks
+
+    @property
     def pinned(self) -> bool:
         return self._memory.pinned
 

@@ -7,7 +7,7 @@ made whole again (:meth:`LruPolicy.recover`).
 from __future__ import annotations
 
 from collections import OrderedDict
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 
 
 class LruPolicy:
@@ -85,6 +85,12 @@ class LruPolicy:
         self._leased.clear()
         self._slot_of.clear()
         self._free = list(range(self.slots - 1, -1, -1))
+
+    def restore(self, residents: Mapping[int, int]) -> None:
+        """Take over a table, slot by key, oldest first; no leases."""
+        self.clear()
+        self._slot_of.update(residents)
+        self.recover(())
 
     def recover(self, suspects: Iterable[int]) -> None:
         """After an exception or interrupt: no leases, ``suspects`` gone, the free list rebuilt from the table."""

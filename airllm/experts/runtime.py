@@ -13,6 +13,7 @@ import torch
 from airllm.experts.bank import HostBank
 from airllm.experts.compute import ApplyGate, Routing, gated_mlp
 from airllm.experts.decode_graphs import ExpertGraphs, GraphedRouter
+from airllm.experts.device_engine import DeviceEngine
 from airllm.experts.plan import PlanCounts, Step, plan_layer, waves
 from airllm.experts.policy import LruPolicy
 from airllm.experts.slots import SlotPool
@@ -71,6 +72,7 @@ class SlotExpertRuntime:
         self.counters = Counters()
         self.graphs: ExpertGraphs | None = None
         self.routers: list[GraphedRouter] = []
+        self.engine: DeviceEngine | None = None
         self._sources = bank.blocks()
         self._shape = ForwardShape()
         # Experts that are in the table although their copy is not under way yet: not to be believed when a forward fails.
@@ -92,6 +94,10 @@ class SlotExpertRuntime:
         A device that runs out of memory gets one more try with its caches emptied (counted in ``oom_retries``).
         """
         with self._lock:
+            if self.engine is not None:
+                if self.engine.stepping:
+                    return self.engine.experts(layer, hidden, index, weights)
+                self.engine.leave()
             try:
                 return self._run_once(LayerCall(layer, hidden, index, weights, apply_gate))
             except torch.OutOfMemoryError:
@@ -208,9 +214,18 @@ class SlotExpertRuntime:
     def clear(self) -> None:
         """Empty every slot; counters stay."""
         with self._lock:
+            if self.engine is not None:
+                self.engine.leave()
             self.transfer.synchronize()
             self.policy.clear()
             self._suspects.clear()
+
+    def reset_counters(self) -> None:
+        """Counters to zero; what is resident stays."""
+        with self._lock:
+            if self.engine is not None:
+                self.engine.reset_counts()
+            self.counters.reset()
 
     def stats(self) -> dict[str, Any]:
         """Sizes and counters under the names of the public statistics; see :class:`Counters` for what each counts."""
@@ -233,12 +248,22 @@ class SlotExpertRuntime:
             "generation_disk_expert_reads": self.bank.reads_since_load,
             "budget_reason": plan.reason,
             **vars(counters),
+            **self._on_device(),
         }
+
+    def _on_device(self) -> dict[str, int]:
+        """Statistics that the device engine has not handed over yet, added to what is known here."""
+        if self.engine is None:
+            return {}
+        pending = self.engine.pending()
+        return {name: value + getattr(self.counters, name, 0) for name, value in pending.items()}
 
     def close(self) -> None:
         """Give device and host memory back. Idempotent."""
         with self._lock:
             self.transfer.close()
+            if self.engine is not None:
+                self.engine.close()
             for router in self.routers:
                 router.remove()
             self.graphs, self.routers = None, []

@@ -29,6 +29,11 @@ class SlotPool:
         self.views: tuple[tuple[torch.Tensor, ...], ...] = tuple(layout.views(block) for block in self.blocks)
 
     @property
+    def memory(self) -> torch.Tensor:
+        """All places: uint8 [slots + scratch, expert_bytes]."""
+        return self._memory
+
+    @property
     def nbytes(self) -> int:
         return self._memory.numel()
 

@@ -1,0 +1,333 @@
+"""One decoded token of the whole model as one step: on a GPU recorded once as a graph and then replayed.
+
+generate stays transformers' own, with all it offers. It gets a cache of a fixed size from here, and each of its forwards of
+one new token on that cache becomes a step; every other forward runs as it always did, on the same cache. What a step cannot
+serve is known before a call begins, and the reason is kept in ``DecodeStepper.reason``.
+"""
+
+from __future__ import annotations
+
+import inspect
+import logging
+import threading
+import weakref
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager, suppress
+from typing import Any
+
+import torch
+from transformers import PreTrainedModel
+
+from airllm import transformers_private as private
+from airllm.experts.decode_graphs import GraphedRouter
+from airllm.experts.device_engine import MAX_ROWS, DeviceEngine
+from airllm.step_cache import StepCache, cache_shape
+from airllm.streaming import LayerWatch
+
+log = logging.getLogger(__name__)
+
+CAPACITY_STEP = 256
+"""Caches come in multiples of this many positions, so that calls of like length share one recording."""
+MAX_CACHE_BYTES = 2**30
+_MODES = ("greedy_search", "sample")
+_ATTENTION = ("sdpa", "eager")
+_READ = {"input_ids", "attention_mask", "position_ids", "use_cache", "return_dict", "logits_to_keep"}
+
+
+def why_no_steps(model: PreTrainedModel) -> str:
+    """Why no decoded token of this model can be a step; "" when they can."""
+    rope = model.config.rope_parameters["rope_type"]
+    if rope != "default":
+        return f"rope type {rope!r} picks its factors on the host"
+    attention = model.config._attn_implementation
+    return "" if attention in _ATTENTION else f"attention {attention!r} is not one of {', '.join(_ATTENTION)}"
+
+
+class StepState:
+    """The fixed tensors of steps of ``batch`` rows on a cache of ``capacity`` positions, and the recording of one."""
+
+    def __init__(self, model: PreTrainedModel, batch: int, capacity: int, device: torch.device) -> None:
+        config = model.config
+        self.batch, self.capacity, self.dtype = batch, capacity, model.dtype
+        self.window: int | None = getattr(config, "sliding_window", None)
+        self.additive_mask = config._attn_implementation == "eager"
+        self.cache = StepCache(config, batch, capacity, model.dtype, device)
+        with torch.inference_mode(False):
+            self.ids = torch.zeros(batch, 1, dtype=torch.int64, device=device)
+            self.positions = torch.zeros(batch, 1, dtype=torch.int64, device=device)
+            self.slot = torch.zeros(1, dtype=torch.int64, device=device)
+            self.padding = torch.ones(batch, capacity, dtype=torch.bool, device=device)
+            self._at = torch.arange(capacity, device=device)
+        self.begun = False  # within this call of generate
+        self.warm = False  # a step has run: libraries are set up, kernels compiled
+        self.graph: Any = None
+        self.output: Any = None
+        self.watched: list[torch.Tensor | None] = []
+
+    def reset(self) -> None:
+        """For a new call of generate."""
+        self.cache.reset()
+        self.begun = False
+
+    def load(self, ids: torch.Tensor, positions: torch.Tensor | None, mask: torch.Tensor | None) -> None:
+        """Take one step's input: ``ids`` and ``positions`` [B, 1], ``mask`` [B, positions so far]."""
+        seen = self.cache.seen
+        self.ids.copy_(ids)
+        self.slot.fill_(seen)
+        if positions is None:
+            self.positions.fill_(seen)
+        else:
+            self.positions.copy_(positions)
+        if not self.begun:  # later masks only grow by ones
+            self.padding.fill_(True)
+            if mask is not None:
+                self.padding[:, : mask.shape[1]] = mask.bool()
+            self.begun = True
+
+    def mask(self) -> torch.Tensor:
+        """[B, 1, 1, capacity] what the new token may look at: bool, or to be added for eager attention."""
+        visible = self._at <= self.slot
+        if self.window is not None:
+            visible = visible & (self._at > self.slot - self.window)
+        allowed = (visible & self.padding)[:, None, None, :]
+        if not self.additive_mask:
+            return allowed
+        return torch.zeros_like(allowed, dtype=self.dtype).masked_fill(~allowed, torch.finfo(self.dtype).min)
+
+
+class DecodeStepper:
+    """Turns the decoded tokens of ``generate`` into steps. One call at a time: whoever calls holds the guard's lock.
+
+    Nothing here holds the model, so that dropping the model frees its memory at once.
+    """
+
+    def __init__(
+        self, model: PreTrainedModel, engine: DeviceEngine, routers: Sequence[GraphedRouter], watch: LayerWatch
+    ) -> None:
+        self.engine = engine
+        self.reason = "no call of generate yet"
+        self.steps = self.captures = 0
+        self._model = weakref.ref(model)
+        self._forward = type(model).forward
+        names = inspect.signature(self._forward).parameters
+        self.cache_name = "cache" if "cache" in names else "past_key_values"
+        self._routers, self._watch = routers, watch
+        self._state: StepState | None = None
+        self._active: StepState | None = None
+        self._thread: int | None = None
+        self._broken = ""
+        self._stream = torch.cuda.Stream(engine.device) if engine.device.type == "cuda" else None
+        private.replace_cache_preparation(model, self._prepare)
+
+    # --- around generate ----------------------------------------------------------------------------------------------
+
+    @contextmanager
+    def generating(self) -> Iterator[None]:
+        """Inside, this thread's call of generate may become steps."""
+        self._thread, self.reason = threading.get_ident(), "generate failed before its cache was made"
+        try:
+            yield
+        finally:
+            self._thread = self._active = None
+
+    def hand_out(self, result: Any) -> Any:
+        """What generate gives its caller: a cache in it must not be the one that the next call writes into."""
+        cache, model = getattr(result, self.cache_name, None), self._model()
+        if isinstance(cache, StepCache) and model is not None:
+            result[self.cache_name] = cache.as_dynamic(model.config)
+        return result
+
+    def _prepare(self, original: Callable[..., Any], *call: Any) -> Any:
+        """Stands before generate's own making of a cache; ``call`` is (config, model_kwargs, mode, batch, max length)."""
+        if self._thread != threading.get_ident():
+            return original(*call)
+        config, model_kwargs, mode, batch, max_length = call
+        batch *= max(config.num_return_sequences or 1, 1)
+        self.reason = self._refuse(config, model_kwargs, mode, batch, max_length + 1)
+        if not self.reason:
+            self._active = self._state_for(batch, max_length + 1)
+        if self._active is None:
+            return original(*call)
+        model_kwargs[self.cache_name] = self._active.cache
+        return None
+
+    def _refuse(self, config: Any, model_kwargs: dict[str, Any], mode: Any, batch: int, length: int) -> str:
+        if self._broken:
+            return self._broken
+        name, model = getattr(mode, "value", mode), self._model()
+        if name not in _MODES or (config.num_beams or 1) > 1:
+            return f"generation mode {name!r}"
+        if model is None or config.use_cache is False or model_kwargs.get("use_cache") is False:
+            return "use_cache=False"
+        if config.cache_implementation not in (None, "dynamic") or model_kwargs.get(self.cache_name) is not None:
+            return "a cache of the caller's choice"
+        wanted = [key for key in ("output_attentions", "output_hidden_states") if getattr(config, key, None)]
+        if model_kwargs.get("output_router_logits", getattr(model.config, "output_router_logits", False)):
+            wanted.append("output_router_logits")
+        if wanted:
+            return f"{', '.join(wanted)} asked for"
+        mask = model_kwargs.get("attention_mask")
+        if mask is not None and mask.dim() != 2:
+            return f"an attention mask of {mask.dim()} dimensions"
+        return self._too_large(model, batch, length)
+
+    def _too_large(self, model: PreTrainedModel, batch: int, length: int) -> str:
+        if not self.engine.fits(batch):
+            slots = self.engine.tables.slots
+            return f"a batch of {batch} sequences: up to {MAX_ROWS} are served, whose experts fit in {slots} slots"
+        rows, heads, positions, head_dim = cache_shape(model.config, batch, _rounded(length))
+        need = 2 * model.config.num_hidden_layers * rows * heads * positions * head_dim * model.dtype.itemsize
+        if need > MAX_CACHE_BYTES:
+            return f"a static cache of {need} B for {batch} x {length} positions, above the limit of {MAX_CACHE_BYTES} B"
+        return ""
+
+    def _state_for(self, batch: int, length: int) -> StepState | None:
+        """The fixed tensors for a call: the last ones if they fit, else new ones; None when memory does not suffice."""
+        state = self._state
+        if state is None or state.batch != batch or state.capacity < length:
+            self._state = state = None  # before the new ones are made: both need not fit
+            model = self._model()
+            assert model is not None
+            try:
+                state = StepState(model, batch, _rounded(length), self.engine.device)
+            except torch.OutOfMemoryError as error:
+                self.reason = f"no memory for a static cache of {batch} x {length} positions ({error})"
+                return None
+            self._state = state
+        state.reset()
+        return state
+
+    # --- one forward ---------------------------------------------------------------------------------------------------
+
+    def run(self, plain: Callable[[], Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """A forward of the model: as a step if it is one, else by calling ``plain``."""
+        state = self._active
+        if state is None or self._thread != threading.get_ident() or not self._is_step(state, args, kwargs):
+            return plain()
+        try:
+            return self._step(state, kwargs)
+        except CaptureError as error:
+            self._give_up(f"recording failed: {error}")
+        except torch.OutOfMemoryError as error:
+            self._give_up(f"a step ran out of memory: {error}")
+        except BaseException:
+            self.engine.abandon()
+            self._state = self._active = None
+            raise
+        return plain()
+
+    def _give_up(self, reason: str) -> None:
+        log.warning("decoded tokens take the plain way from now on: %s", reason)
+        self.reason = self._broken = reason
+        self.engine.abandon()
+        self._state = self._active = None
+
+    def _is_step(self, state: StepState, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
+        ids, cache = kwargs.get("input_ids"), kwargs.get(self.cache_name)
+        if args or cache is not state.cache or ids is None or tuple(ids.shape) != (state.batch, 1):
+            return False
+        if not 0 < state.cache.seen < state.capacity or kwargs.get("use_cache") is False or kwargs.get("return_dict") is False:
+            return False
+        if any(getattr(kwargs.get(name), "ndim", 2) != 2 for name in ("attention_mask", "position_ids")):
+            return False
+        return not any(
+            value is not None and value is not False
+            for name, value in kwargs.items()
+            if name not in _READ and name != self.cache_name
+        )
+
+    def _step(self, state: StepState, kwargs: dict[str, Any]) -> Any:
+        self.engine.enter()
+        state.load(kwargs["input_ids"], kwargs.get("position_ids"), kwargs.get("attention_mask"))
+        if state.graph is None and state.warm and self._stream is not None:
+            self._capture(state)
+        if state.graph is not None:
+            state.graph.replay()
+            self._watch.show(state.watched)
+            output = state.output
+        else:
+            output = self._on_stream(lambda: self._body(state))
+            state.warm = True
+        state.cache.advance(1)
+        self.steps += 1
+        fields = {name: value for name, value in output.items() if name != "logits"}
+        return type(output)(logits=output.logits.clone(), **fields)
+
+    def _body(self, state: StepState) -> Any:
+        """The step itself, from and to fixed tensors."""
+        model = self._model()
+        for router in self._routers:  # their own recordings cannot be replayed within one
+            router.remove()
+        try:
+            with torch.no_grad(), self.engine.step(), state.cache.writing_at(state.slot):
+                return self._forward(
+                    model,
+                    input_ids=state.ids,
+                    attention_mask=state.mask(),
+                    position_ids=state.positions,
+                    use_cache=True,
+                    return_dict=True,
+                    **{self.cache_name: state.cache},
+                )
+        finally:
+            for router in self._routers:
+                router.install()
+
+    def _on_stream(self, work: Callable[[], Any]) -> Any:
+        """Run on the stream that records later: libraries keep workspaces by stream."""
+        if self._stream is None:
+            return work()
+        current = torch.cuda.current_stream(self.engine.device)
+        self._stream.wait_stream(current)
+        with torch.cuda.stream(self._stream):
+            result = work()
+        current.wait_stream(self._stream)
+        return result
+
+    def _capture(self, state: StepState) -> None:
+        """Record the step. Nothing runs: the tables and the slots stay as they are."""
+        graph = torch.cuda.CUDAGraph()
+
+        def record() -> Any:
+            graph.capture_begin(capture_error_mode="thread_local")
+            try:
+                output = self._body(state)
+            except BaseException:
+                with suppress(RuntimeError):  # a broken recording cannot be ended cleanly; the first error is the one to show
+                    graph.capture_end()
+                raise
+            graph.capture_end()
+            return output
+
+        try:
+            state.output = self._on_stream(record)
+        except torch.OutOfMemoryError:
+            raise
+        except RuntimeError as error:
+            raise CaptureError(str(error)) from error
+        state.graph, state.watched = graph, self._watch.shown()
+        self.captures += 1
+
+    def stats(self) -> dict[str, Any]:
+        """How decoded tokens went: steps since loading, recordings made, and why the latest call was not (all) steps."""
+        state = self._state
+        return {
+            "device_engine_reason": self.reason,
+            "device_engine_steps": self.steps,
+            "device_engine_captures": self.captures,
+            "device_engine_kernels": self.engine.ops.NAME,
+            "step_cache_bytes": 0 if state is None else state.cache.nbytes,
+        }
+
+    def close(self) -> None:
+        """Give the cache and the recording back. Idempotent."""
+        self._state = self._active = None
+        self._broken = "the model is closed"
+
+
+class CaptureError(RuntimeError):
+    """A step could not be recorded. Never leaves this module."""
+
+
+def _rounded(length: int) -> int:
+    return -(-length // CAPACITY_STEP) * CAPACITY_STEP

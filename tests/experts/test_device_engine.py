@@ -1,0 +1,145 @@
+"""The device engine beside the plain one, on the same slots: same answers, one truth about who holds what."""
+
+from __future__ import annotations
+
+import pytest
+import slot_rig
+import torch
+
+from airllm.experts.compute import gated_mlp
+from airllm.experts.device_engine import DeviceEngine, why_not
+from airllm.experts.policy import LruPolicy
+
+
+class Both(slot_rig.Rig):
+    """A rig whose runtime has the device engine too."""
+
+    def __init__(self, slots: int, **options) -> None:
+        super().__init__(slots, **options)
+        runtime = self.runtime
+        self.engine = runtime.engine = DeviceEngine(
+            self.bank, self.pool, self.transfer, runtime.policy, runtime.counters, top_k=self.top_k
+        )
+
+    def device_call(self, layer, hidden, index, weights):
+        """Through the engine; close to the oracle, whose sums are rounded elsewhere."""
+        self.engine.enter()
+        with self.engine.step():
+            ours = self.run(layer, hidden, index, weights)
+        expected = self.expected(layer, hidden, index, weights)
+        tolerance = 1e-5 if self.dtype == torch.float32 else 2e-2
+        torch.testing.assert_close(ours, expected, rtol=tolerance, atol=tolerance)
+        return ours
+
+
+@pytest.fixture(params=[2, 5, 24], ids="{} slots".format)
+def rig(request):
+    made = Both(request.param)
+    yield made
+    made.close()
+
+
+def test_calls_through_either_engine_in_any_order_give_the_oracles_answers(rig):
+    generator = torch.Generator().manual_seed(3)
+    for number in range(60):
+        layer = int(torch.randint(0, slot_rig.LAYERS, (1,), generator=generator))
+        if number % 7 < 4:
+            rows = 1 if not rig.engine.fits(3) else 1 + number % 3
+            rig.device_call(layer, *rig.draw(rows))
+        else:
+            rig.call(layer, *rig.draw(1 + number % 5))  # the rig checks that every slot holds what the table says
+    rig.engine.leave()
+    rig.check()
+
+
+def test_the_engine_decides_as_the_plain_runtime_does(rig):
+    plain = slot_rig.Rig(rig.pool.plan.slots)
+    for number in range(40):
+        hidden, index, weights = rig.draw(1)
+        rig.device_call(number % slot_rig.LAYERS, hidden, index, weights)
+        plain.run(number % slot_rig.LAYERS, hidden, index, weights)
+    rig.engine.leave()
+    assert list(rig.runtime.policy.residents().items()) == list(plain.runtime.policy.residents().items())
+    assert vars(rig.runtime.counters) == vars(plain.runtime.counters)
+    plain.close()
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
+def test_half_precision_is_added_up_in_float32(dtype):
+    rig = Both(6, dtype=dtype)
+    hidden, index, weights = rig.draw(2)
+    ours = rig.device_call(0, hidden, index, weights)
+    exact = torch.zeros_like(hidden, dtype=torch.float32)
+    module = rig.oracles[0]
+    for row in range(2):
+        for k in range(2):
+            views = (module.gate_up_proj[index[row, k]].float(), module.down_proj[index[row, k]].float())
+            exact[row] += gated_mlp(hidden[row : row + 1].float(), views, rig.gate(0))[0] * weights[row, k].float()
+    eager = rig.expected(0, hidden, index, weights)
+    assert (ours - exact).abs().max() <= (eager - exact).abs().max() * 1.5
+    rig.close()
+
+
+def test_statistics_know_what_the_device_did_before_the_policy_does(rig):
+    before = rig.runtime.stats()
+    rig.device_call(0, *rig.draw(1))
+    stats = rig.runtime.stats()
+    assert stats["misses"] == before["misses"] + 2 and stats["resident_experts"] == 2
+    assert stats["h2d_bytes"] == 2 * rig.pool.plan.expert_bytes
+    assert stats["resident_bytes"] == 2 * rig.pool.plan.expert_bytes
+    assert len(rig.runtime.policy) == 0, "reading statistics must not hand over in the middle of a call"
+    rig.engine.leave()
+    assert rig.runtime.stats() == stats
+    rig.runtime.reset_counters()
+    assert rig.runtime.stats()["misses"] == 0
+
+
+def test_clearing_empties_the_tables_too(rig):
+    rig.device_call(0, *rig.draw(1))
+    rig.runtime.clear()
+    assert rig.runtime.stats()["resident_experts"] == 0
+    rig.device_call(0, *rig.draw(1))
+    rig.engine.leave()
+    rig.check()
+
+
+def test_a_failed_step_leaves_nothing_to_be_believed(rig, monkeypatch):
+    rig.device_call(0, *rig.draw(1))
+
+    def fail(*_):
+        raise slot_rig.Injected
+
+    with monkeypatch.context() as patch:
+        patch.setattr(rig.engine.ops, "copy_misses", fail)
+        rig.engine.enter()
+        with pytest.raises(slot_rig.Injected), rig.engine.step():
+            rig.run(1, *rig.draw(1))
+    rig.engine.abandon()
+    assert len(rig.runtime.policy) == 0 and not rig.engine.stepping
+    assert rig.runtime.counters.recoveries == 1
+    rig.call(1, *rig.draw(1))
+    rig.device_call(1, *rig.draw(1))
+    rig.engine.leave()
+    rig.check()
+
+
+def test_more_rows_than_slots_can_serve_do_not_fit():
+    rig = Both(5)
+    assert rig.engine.fits(2) and not rig.engine.fits(3) and not rig.engine.fits(9)
+    whole = Both(8)
+    assert whole.engine.fits(8), "a layer has only 8 experts, so 8 rows never need more slots"
+    rig.close()
+    whole.close()
+
+
+def test_reasons_name_what_is_in_the_way():
+    rig = Both(5)
+    assert why_not(rig.bank, rig.pool, 2, rig.gate(0)) == ""
+    assert "17 experts" in why_not(rig.bank, rig.pool, 17, rig.gate(0))
+    assert "gate" in why_not(rig.bank, rig.pool, 2, lambda both: both.chunk(2, dim=-1)[0])
+    rig.close()
+
+
+def test_a_closed_engine_holds_no_slots(rig):
+    rig.runtime.close()
+    assert rig.engine._pool.numel() == 0 and isinstance(rig.runtime.policy, LruPolicy)

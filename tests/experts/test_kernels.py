@@ -1,0 +1,185 @@
+"""The Triton kernels against their twins and against the pure policy: on a GPU as they are, elsewhere in Triton's interpreter.
+
+Without a GPU this file runs itself once more in a process of its own with TRITON_INTERPRET=1, which must be set before
+the kernels are imported.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+import os
+import random
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+
+from airllm.experts import kernel_twins as twins
+from airllm.experts.device_tables import DeviceTables
+from airllm.experts.plan import plan_layer
+from airllm.experts.policy import LruPolicy
+
+ROOT = Path(__file__).resolve().parents[2]
+HAS_TRITON = importlib.util.find_spec("triton") is not None
+INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
+DEVICE = torch.device("cuda" if torch.cuda.is_available() and not INTERPRETED else "cpu")
+if INTERPRETED:
+    torch.set_num_threads(1)
+needs_kernels = pytest.mark.skipif(
+    not HAS_TRITON or (DEVICE.type == "cpu" and not INTERPRETED), reason="needs Triton, and a GPU or TRITON_INTERPRET=1"
+)
+if HAS_TRITON and (INTERPRETED or DEVICE.type == "cuda"):
+    from airllm.experts import kernels
+
+    if INTERPRETED:
+        kernels.COPY_BLOCKS = 2  # a program takes milliseconds there
+
+
+@pytest.mark.skipif(not HAS_TRITON, reason="Triton is not installed")
+@pytest.mark.skipif(INTERPRETED or DEVICE.type == "cuda", reason="the kernels run in this process")
+def test_the_kernels_agree_with_their_twins_in_the_interpreter():
+    """Runs the rest of this file."""
+    environment = {**os.environ, "TRITON_INTERPRET": "1", "OMP_NUM_THREADS": "1"}
+    command = [sys.executable, "-m", "pytest", "-q", "-x", "-p", "no:cacheprovider", str(Path(__file__))]
+    done = subprocess.run(command, env=environment, cwd=ROOT, capture_output=True, text=True, timeout=600)
+    assert done.returncode == 0, done.stdout[-4000:]
+    assert "passed" in done.stdout
+
+
+def routing(rng: random.Random, tokens: int, top_k: int, experts: int) -> torch.Tensor:
+    """[T, K] distinct experts a token, skewed to low ids as real routing is skewed to some."""
+    rows = []
+    for _ in range(tokens):
+        weights = [1 / (1 + e) for e in range(experts)]
+        row: list[int] = []
+        while len(row) < top_k:
+            expert = rng.choices(range(experts), weights)[0]
+            if expert not in row:
+                row.append(expert)
+        rows.append(row)
+    return torch.tensor(rows, device=DEVICE)
+
+
+def tables_equal(ours: DeviceTables, theirs: DeviceTables) -> None:
+    for name in ("slot_of", "owner", "last_use", "clock", "counts", "miss_count"):
+        assert getattr(ours, name).tolist() == getattr(theirs, name).tolist(), name
+    misses = int(ours.miss_count)
+    for name in ("miss_key", "miss_slot"):
+        assert getattr(ours, name)[:misses].tolist() == getattr(theirs, name)[:misses].tolist(), name
+
+
+@needs_kernels
+@pytest.mark.parametrize(
+    ("layers", "experts", "top_k", "slots", "steps"),
+    [(3, 4, 2, 2, 30), (4, 8, 2, 11, 60), (2, 16, 2, 32, 30), (3, 7, 3, 9, 30), (1, 20, 16, 17, 10), (40, 16, 2, 600, 10)],
+)
+def test_routing_follows_the_policy_step_by_step(layers, experts, top_k, slots, steps):
+    steps *= 1 if INTERPRETED else 50  # a launch takes 0.1 s in the interpreter
+    rng, policy = random.Random(slots), LruPolicy(slots)
+    ours = DeviceTables(layers * experts, slots, 8 * top_k, DEVICE)
+    theirs = DeviceTables(layers * experts, slots, 8 * top_k, torch.device("cpu"))
+    most_rows = max(rows for rows in range(1, 9) if slots >= min(rows * top_k, experts))
+    for step in range(steps):
+        layer = rng.randrange(layers)
+        ids = routing(rng, rng.randint(1, most_rows), top_k, experts)
+        kernels.route(ours, ids, layer * experts, experts)
+        twins.route(theirs, ids, layer * experts, experts)
+        tables_equal(ours, theirs)
+        count = ids.numel()
+        assert ours.places[:count].tolist() == theirs.places[:count].tolist()
+        used = sorted(set(ids.reshape(-1).tolist()))
+        plan_layer(policy, first_key=layer * experts, experts=used, admit=set(used), scratch=0)
+        policy.release_all()
+        if step % 20 == 0 or step == steps - 1:
+            assert list(ours.residents().items()) == list(policy.residents().items())
+    assert ours.take_counts().evictions == policy.evictions
+
+
+@needs_kernels
+def test_an_id_beyond_the_experts_is_skipped():
+    ours, theirs = DeviceTables(12, 5, 16, DEVICE), DeviceTables(12, 5, 16, torch.device("cpu"))
+    for ids in ([[4, 1]], [[4, 4]], [[0, 1], [4, 0]]):
+        index = torch.tensor(ids, device=DEVICE)
+        kernels.route(ours, index, 4, 4)
+        twins.route(theirs, index, 4, 4)
+        tables_equal(ours, theirs)
+        assert ours.places[: index.numel()].tolist() == theirs.places[: index.numel()].tolist()
+
+
+@needs_kernels
+@pytest.mark.parametrize("expert_bytes", [256, 768, 70_144])
+def test_copying_moves_the_missed_experts_and_nothing_else(expert_bytes):
+    bank = torch.randint(0, 256, (12, expert_bytes), dtype=torch.uint8)
+    if DEVICE.type == "cuda":
+        bank = bank.pin_memory()
+    pool = torch.zeros(5, expert_bytes, dtype=torch.uint8, device=DEVICE)
+    tables = DeviceTables(12, 5, 4, DEVICE)
+    tables.miss_key[:3], tables.miss_slot[:3] = torch.tensor([7, 0, 11]), torch.tensor([4, 2, 0])
+    tables.miss_count.fill_(2)
+    kernels.copy_misses(tables, bank, pool, 4)
+    assert torch.equal(pool[4].cpu(), bank[7]) and torch.equal(pool[2].cpu(), bank[0])
+    assert not pool[[0, 1, 3]].any()
+
+
+SHAPES = [(1, 32, 24, 2), (3, 40, 7, 3), (8, 24, 9, 2), (1, 600, 5, 1), (2, 9, 520, 3), (1, 16, 8, 16)]
+
+
+@needs_kernels
+@pytest.mark.parametrize("dtype", [torch.float16, torch.float32, torch.bfloat16])
+@pytest.mark.parametrize(("tokens", "hidden_width", "width", "top_k"), SHAPES)
+def test_the_arithmetic_agrees_with_the_twins(tokens, hidden_width, width, top_k, dtype):
+    generator = torch.Generator().manual_seed(0)
+
+    def draw(*shape: int) -> torch.Tensor:
+        return torch.randn(*shape, generator=generator).to(dtype).to(DEVICE)
+
+    places, experts = 5, 32
+    pool = draw(places, 3 * hidden_width * width + 128) * 0.3
+    gate_up_weights = pool[:, : 2 * hidden_width * width].unflatten(1, (2 * width, hidden_width))
+    down_weights = pool[:, 2 * hidden_width * width : 3 * hidden_width * width].unflatten(1, (hidden_width, width))
+    hidden, weights = draw(tokens, hidden_width), draw(tokens, top_k)
+    ids = torch.stack([torch.randperm(experts, generator=generator)[:top_k] for _ in range(tokens)]).to(DEVICE)
+    at = torch.randint(0, places, (tokens * top_k,), generator=generator).to(DEVICE, torch.int32)
+    if top_k > 1:
+        at[1] = -1  # a skipped id
+    results = []
+    for ops in (kernels, twins):
+        inner = torch.zeros(tokens, top_k, width, dtype=dtype, device=DEVICE)
+        out = torch.full((tokens, hidden_width), 9.0, dtype=dtype, device=DEVICE)
+        ops.gate_up(hidden, at, gate_up_weights, inner)
+        ops.down(inner, at, ids, weights, down_weights, out)
+        results.append((inner.float(), out.float()))
+    tolerance = {torch.float32: 1e-4, torch.float16: 4e-3, torch.bfloat16: 3e-2}[dtype]
+    for ours, theirs in zip(*results, strict=True):
+        scale = float(theirs.abs().max()) + 1e-6
+        assert float((ours - theirs).abs().max()) <= tolerance * scale
+
+
+@needs_kernels
+def test_a_large_gate_does_not_overflow():
+    hidden = torch.full((1, 16), 60.0, dtype=torch.float32, device=DEVICE)
+    weights = torch.full((1, 32, 16), -1.0, device=DEVICE)
+    out = torch.empty(1, 1, 16, device=DEVICE)
+    kernels.gate_up(hidden, torch.zeros(1, dtype=torch.int32, device=DEVICE), weights, out)
+    assert torch.equal(out, torch.zeros_like(out))
+
+
+@needs_kernels
+@pytest.mark.skipif(not INTERPRETED, reason="on a GPU the decode tests do this")
+def test_a_whole_model_decodes_through_the_kernels():
+    import airllm
+    from airllm.experts import device_engine
+
+    path = airllm.tiny_model_path()
+    options = dict(device="cpu", dtype="float32", expert_cache_backend="slot", expert_cache_gb=0.0016)
+    ids = torch.tensor([[5, 9, 11, 40, 7]])
+    with airllm.AutoModel.from_pretrained(path, **options) as plain:
+        expected = plain.generate(ids, max_new_tokens=3, do_sample=False)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(device_engine, "kernels_for", lambda device: kernels)
+        with airllm.AutoModel.from_pretrained(path, **options, expert_cache_engine="device") as ours:
+            assert torch.equal(ours.generate(ids, max_new_tokens=3, do_sample=False), expected)
+            stats = ours.get_expert_cache_stats()
+    assert stats["device_engine_steps"] == 2 and stats["device_engine_kernels"].startswith("triton")
