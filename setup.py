@@ -48,7 +48,7 @@ setup(
     extras_require={
         "bitsandbytes": ["bitsandbytes"],
         "bench": ["matplotlib"],
-        "test": ["pytest", "hypothesis", "ruff", "mypy"],
+        "test": ["pytest", "ruff", "mypy"],
     },
     entry_points={"console_scripts": ["airllm = airllm.cli:main"]},
     classifiers=[
