@@ -347,24 +347,28 @@ def test_compression_without_bitsandbytes_says_what_to_install(
         AirLLMBaseModel(folder_of("llama"), device="cpu", compression="4bit", layer_shards_saving_path=tmp_path)
 
 
-@pytest.mark.parametrize(("family", "kind"), [("llama", "4bit"), ("llama", "8bit"), ("mixtral", "4bit")])
+@pytest.mark.parametrize(
+    ("family", "kind", "dtype"),
+    [("llama", "4bit", torch.float16), ("llama", "8bit", torch.float16), ("mixtral", "4bit", torch.float32)],
+)
 def test_a_compressed_model_computes_with_exactly_the_unpacked_weights(
-    family: str, kind: str, folder_of: Callable[..., Path], tmp_path: Path
+    family: str, kind: str, dtype: torch.dtype, folder_of: Callable[..., Path], tmp_path: Path
 ) -> None:
     pytest.importorskip("bitsandbytes", reason="compression needs the extra bitsandbytes")
     folder = folder_of(family, dtype=torch.float16)
-    ours = AirLLMBaseModel(folder, device="cpu", dtype="float32", compression=kind, layer_shards_saving_path=tmp_path)
+    ours = AirLLMBaseModel(folder, device="cpu", dtype=dtype, compression=kind, layer_shards_saving_path=tmp_path)
     assert ours.checkpoint_path == tmp_path / f"splitted_model.{kind}"
     index, reader = open_compressed(ours.checkpoint_path)
     unpacked = tmp_path / "unpacked"
     unpacked.mkdir()
     shutil.copy(folder / "config.json", unpacked)
     save_file({name: reader.read(entry) for name, entry in index.items()}, unpacked / "model.safetensors")
-    oracle = families.oracle(unpacked, torch.float32, experts=None)
+    oracle, original = (families.oracle(each, dtype, experts=None) for each in (unpacked, folder))
     ids = families.prompt(oracle, 9)
+    rounding = 1e-5 if dtype is torch.float32 else 0.01
     with torch.no_grad():
-        assert torch.allclose(ours(ids).logits, oracle(ids).logits, atol=1e-5)
-        assert not torch.allclose(ours(ids).logits, families.oracle(folder, torch.float32)(ids).logits, atol=1e-2)
+        assert torch.allclose(ours(ids).logits, oracle(ids).logits, atol=rounding)
+        assert not torch.allclose(ours(ids).logits, original(ids).logits, atol=3 * rounding)
 
 
 # --- the interface ----------------------------------------------------------------------------------------------------
