@@ -24,7 +24,9 @@ def gib(slots: float, dtype: torch.dtype = torch.float32) -> float:
     return slots * EXPERT_VALUES * dtype.itemsize / 2**30
 
 
-def load(folder: Path, slots: float, *, device: str = "cpu", dtype: torch.dtype = torch.float32, **keywords: Any) -> AirLLMPhiMoE:
+def load(
+    folder: Path, slots: float, *, device: str = "cpu", dtype: torch.dtype = torch.float32, **keywords: Any
+) -> AirLLMPhiMoE:
     """The model with ``slots`` slots full of NaN; ``dtype`` is the checkpoint's."""
     model = AirLLMPhiMoE(
         folder, device=device, expert_cache_backend="slot", expert_cache_gb=gib(slots, dtype), **keywords
@@ -63,9 +65,13 @@ def padded(lengths: tuple[int, ...], vocabulary: int = 512, pad: int = 0) -> tup
 
 
 def oracle(folder: Path, dtype: torch.dtype | None = None, device: str = "cpu", **options: Any) -> Any:
-    """Unmodified transformers. Its weights are moved to memory of their own: as loaded they lie wherever the file has them,
-    and on a CPU products of one row depend, in the last bit, on how a weight is aligned."""
-    model = families.oracle(folder, dtype, **options)
+    """Unmodified transformers, put into the state in which two equal models give equal bits.
+
+    Weights in memory of their own: as loaded they lie wherever the file has them, and on a CPU products of one row depend, in
+    the last bit, on how a weight is aligned. No gradients, as for ours: torch multiplies a batch of slices (the last rows of
+    several prompts) as one matrix or row by row, depending on whether the weight wants a gradient.
+    """
+    model = families.oracle(folder, dtype, **options).requires_grad_(False)
     for parameter in model.parameters():
         parameter.data = parameter.data.clone()
     return model.to(device)

@@ -156,7 +156,9 @@ def test_a_missing_pad_token_is_no_crash(checkpoint: Callable[..., Path]) -> Non
     assert torch.equal(ours, oracle)
 
 
-def test_an_assistant_plain_or_on_slots_changes_nothing(pair: Pair, checkpoint: Callable[..., Path], dtype: torch.dtype) -> None:
+def test_an_assistant_plain_or_on_slots_changes_nothing(
+    pair: Pair, checkpoint: Callable[..., Path], dtype: torch.dtype
+) -> None:
     small = checkpoint("phimoe", dtype=dtype, num_hidden_layers=1, seed=3)
     ids = families.prompt(pair.oracle, 9)
     plain = slot_models.oracle(small, device=pair.device)

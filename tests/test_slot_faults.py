@@ -288,7 +288,8 @@ def test_closing_waits_for_the_running_call_and_ends_later_ones(make: Callable[.
             return torch.zeros(input_ids.shape[0], dtype=torch.bool, device=input_ids.device)
 
     def serve() -> None:
-        ended.append(model.generate(prompt(2).to(model.device), max_new_tokens=4, stopping_criteria=StoppingCriteriaList([Slow()])))
+        slow = StoppingCriteriaList([Slow()])
+        ended.append(model.generate(prompt(2).to(model.device), max_new_tokens=4, stopping_criteria=slow))
 
     thread = threading.Thread(target=serve)
     thread.start()

@@ -97,11 +97,13 @@ def test_a_checkpoint_without_exactly_l_times_e_experts_is_an_error_that_names_t
     change: str, checkpoint: Callable[..., Path], tmp_path: Path
 ) -> None:
     name = "model.layers.1.block_sparse_moe.experts.5.w2.weight"
-    folder = expert_files.edited(
-        checkpoint("phimoe", dtype=torch.float16),
-        tmp_path / "model",
-        lambda tensors: tensors.pop(name) if change == "one expert missing" else tensors.update({name: tensors[name][:-1].clone()}),
-    )
+
+    def damage(tensors: expert_files.Tensors) -> None:
+        found = tensors.pop(name)
+        if change != "one expert missing":
+            tensors[name] = found[:-1].clone()
+
+    folder = expert_files.edited(checkpoint("phimoe", dtype=torch.float16), tmp_path / "model", damage)
     with TensorReader(1) as reader, pytest.raises(WeightMapError, match=r"layers\.1.*experts"):
         bank_of(folder, torch.float16, reader)
 

@@ -7,6 +7,7 @@ import random
 import sys
 import threading
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import pytest
@@ -58,11 +59,14 @@ def test_weights_in_float32_promote_as_in_the_oracle() -> None:
 @pytest.mark.parametrize("tokens", [1, 6])
 def test_the_id_after_the_last_expert_means_no_expert(tokens: int) -> None:
     rig = Rig(3)
-    hidden, index, weights = rig.draw(tokens)
-    index[0, 1] = EXPERTS
-    rig.call(0, hidden, index, weights)
-    index[:] = EXPERTS
-    assert not rig.call(1, hidden, index, weights).any()
+    hidden, index, weights = rig.draw(tokens, choices=range(EXPERTS - 1))
+    none = index == index[0, 1]
+    # The oracle of every release: an expert that nobody else uses, and whose share is nothing.
+    expected = rig.expected(0, hidden, index.masked_fill(none, EXPERTS - 1), weights.masked_fill(none, 0.0))
+    assert torch.equal(rig.run(0, hidden, index.masked_fill(none, EXPERTS), weights), expected)
+    assert EXPERTS - 1 not in rig.runtime.policy.residents()
+    assert not rig.run(1, hidden, torch.full_like(index, EXPERTS), weights).any()
+    rig.check()
 
 
 def test_a_token_that_names_one_expert_twice_gets_it_twice() -> None:
@@ -340,7 +344,7 @@ def test_after_a_failure_anywhere_the_next_forward_is_right(
         rig.call(layer, *rig.draw(1))
 
 
-CODE_UNDER_INTERRUPT = ("experts/runtime.py", "experts/policy.py", "experts/plan.py", "experts/transfer.py", "experts/compute.py")
+CODE_UNDER_INTERRUPT = tuple(f"experts/{name}.py" for name in ("runtime", "policy", "plan", "transfer", "compute"))
 
 
 def interrupted_at(lines: list[int], work: Callable[[], object]) -> bool:
@@ -379,8 +383,8 @@ def test_an_interrupt_at_any_line_leaves_a_runtime_that_answers_right(tokens: in
     line = 1
     while True:
         rig.runtime.begin_forward(1, tokens, rig.device)
-        asked = rig.draw(tokens)
-        if not interrupted_at([line], lambda asked=asked: rig.run(line % LAYERS, *asked)):
+        work = partial(rig.run, line % LAYERS, *rig.draw(tokens))
+        if not interrupted_at([line], work):
             break
         rig.check()
         rig.call(line % LAYERS, *rig.draw(1))

@@ -66,7 +66,8 @@ def test_closing_lets_the_memory_go_and_may_be_repeated() -> None:
 @gpu
 def test_on_the_device_the_allocation_is_what_was_promised() -> None:
     device = torch.device("cuda:0")
-    layout = ExpertLayout.from_shapes([("gate_up_proj", (896, 512), torch.float16), ("down_proj", (512, 448), torch.float16)], 4)
+    shapes = [("gate_up_proj", (896, 512), torch.float16), ("down_proj", (512, 448), torch.float16)]
+    layout = ExpertLayout.from_shapes(shapes, 4)
     torch.cuda.synchronize()
     before = torch.cuda.memory_allocated(device)
     pool = SlotPool(
