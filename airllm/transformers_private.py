@@ -263,7 +263,7 @@ def expert_modules(model: nn.Module) -> list[tuple[str, nn.Module]]:
     ]
 
 
-# --- self test --------------------------------------------------------------------------------------------------------
+# --- generation -------------------------------------------------------------------------------------------------------
 
 
 def replace_cache_preparation(model: PreTrainedModel, prepare: Callable[..., Any]) -> None:
@@ -279,6 +279,9 @@ def replace_cache_preparation(model: PreTrainedModel, prepare: Callable[..., Any
     model._prepare_cache_for_generation = replaced  # type: ignore[assignment]
 
 
+# --- self test --------------------------------------------------------------------------------------------------------
+
+
 def self_test() -> None:
     """Load a random two-layer mixture of experts through this module and compare it bit for bit with transformers.
 
@@ -287,7 +290,8 @@ def self_test() -> None:
     """
     from safetensors.torch import load_file
 
-    with tempfile.TemporaryDirectory() as folder:
+    # transformers 5.8 draws random numbers even where it loads every tensor
+    with torch.random.fork_rng(devices=[]), tempfile.TemporaryDirectory() as folder:
         _tiny_model().save_pretrained(folder)
         reference = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.bfloat16, experts_implementation="eager")
         stored = load_file(os.path.join(folder, "model.safetensors"))
