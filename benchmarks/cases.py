@@ -13,7 +13,7 @@ import gc
 import json
 import sys
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -23,6 +23,8 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 from benchmarks import machine  # noqa: E402
 
 WARM_TOKENS = 3
+SLOTS = {"slots": "plain", "slots_device": "device"}
+"""Cases of the slot backend, and the engine each runs."""
 COUNTED = ("hits", "misses", "evictions", "bypasses", "h2d_copies", "h2d_bytes", "generation_disk_expert_reads", "bytes_read")
 
 
@@ -51,12 +53,13 @@ class Script:
 def loaded(request: dict[str, Any], device: torch.device) -> Iterator[Any]:
     """The model of the case; closed afterwards where it can be."""
     kind, path, dtype = request["kind"], request["model"], getattr(torch, request["dtype"])
-    if kind in ("slots", "streaming"):
+    if kind in SLOTS or kind == "streaming":
         from airllm import AutoModel
 
         options: dict[str, Any] = {"device": str(device), "dtype": dtype, "max_seq_len": request["max_seq_len"]}
-        if kind == "slots":
+        if kind in SLOTS:
             options |= {"expert_cache_backend": "slot", "expert_cache_gb": request["budget_gb"]}
+            options["expert_cache_engine"] = SLOTS[kind]
         with AutoModel.from_pretrained(path, **options) as model:
             yield model
         return
@@ -75,7 +78,7 @@ def import_libraries(kind: str) -> None:
     import transformers
 
     _ = transformers.AutoModelForCausalLM  # transformers loads its parts on first use
-    if kind in ("slots", "streaming"):
+    if kind in SLOTS or kind == "streaming":
         import airllm
 
         _ = airllm.AutoModel, airllm.AirLLMPhiMoE
@@ -84,7 +87,7 @@ def import_libraries(kind: str) -> None:
 def counters(model: Any, kind: str) -> dict[str, Any]:
     """The library's counters and the process's own, so that a difference of two calls says what happened in between."""
     stats: dict[str, Any] = {}
-    if kind == "slots":
+    if kind in SLOTS:
         stats = model.get_expert_cache_stats()
     elif kind == "streaming":
         stats = model.get_stream_stats()
@@ -172,10 +175,9 @@ def run_case(request: dict[str, Any], device: torch.device) -> dict[str, Any]:
 
 
 def stats_of(model: Any, kind: str) -> dict[str, Any] | None:
-    readers: dict[str, Callable[[], dict[str, Any]]] = {}
-    if kind in ("slots", "streaming"):
-        readers = {"slots": model.get_expert_cache_stats, "streaming": model.get_stream_stats}
-    return readers[kind]() if kind in readers else None
+    if kind in SLOTS:
+        return model.get_expert_cache_stats()
+    return model.get_stream_stats() if kind == "streaming" else None
 
 
 def run_sweep(request: dict[str, Any], device: torch.device) -> dict[str, Any]:

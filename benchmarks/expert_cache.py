@@ -58,7 +58,7 @@ def parse(arguments: list[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--dtype", choices=DTYPES, help="default float16; float32 on the CPU")
     parser.add_argument("--checkpoint-dtype", choices=DTYPES, help="of a built checkpoint (default: --dtype)")
     parser.add_argument("--decode", choices=("forced", "free", "both"), help="default: both with --geometry, else free")
-    parser.add_argument("--cases", default="streaming,slots", help="of streaming, slots; comma-separated")
+    parser.add_argument("--cases", default="streaming,slots", help="of streaming, slots, slots_device; comma-separated")
     parser.add_argument("--vs", default="", help="also eager, default, accelerate; comma-separated")
     parser.add_argument("--accelerate-gb", type=float, help="device memory for accelerate (default: dense + budget)")
     parser.add_argument("--budgets", default="", help="budgets in GiB for the sweep, comma-separated")
@@ -71,7 +71,7 @@ def parse(arguments: list[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--output-json", type=Path)
     parser.add_argument("--plot", type=Path, help="PNG of tokens/s and hit rate against budget (needs --budgets)")
     args = parser.parse_args(arguments)
-    known = {"streaming", "slots", "eager", "default", "accelerate"}
+    known = {"streaming", "slots", "slots_device", "eager", "default", "accelerate"}
     args.kinds = [name for name in (*args.vs.split(","), *args.cases.split(",")) if name]
     unknown = set(args.kinds) - known
     if unknown:

@@ -23,6 +23,7 @@ NAMES = {
     "accelerate": "accelerate, `device_map` in the memory the slots take",
     "streaming": "airllm, streaming",
     "slots": "airllm, slots",
+    "slots_device": "airllm, slots, `expert_cache_engine=\"device\"` (opt-in, rounds on its own)",
 }
 GIB = 2**30
 
