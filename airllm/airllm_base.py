@@ -127,7 +127,10 @@ class AirLLMBaseModel:
         self.config = load_config(self.model_local_path, trust_remote_code=options.trust_remote_code)
         self._refuse_backend()
         try:
-            self._load()
+            # The caller may be in inference mode, whose tensors could not be filled outside it, or have a default
+            # device on which host memory would land.
+            with torch.inference_mode(False), torch.device("cpu"):
+                self._load()
         except BaseException:
             self._resources.close()
             raise

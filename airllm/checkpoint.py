@@ -281,7 +281,7 @@ class TensorReader:
 
     def read(self, entry: TensorEntry) -> torch.Tensor:
         """A new CPU tensor with the entry's shape and dtype."""
-        out = torch.empty(entry.shape, dtype=entry.dtype)
+        out = torch.empty(entry.shape, dtype=entry.dtype, device="cpu")
         self.read_into(entry, out)
         return out
 

@@ -454,7 +454,8 @@ def _following(streamed: Sequence[int], number: int, count: int) -> tuple[int, .
 def _run_now(function: Callable[..., None], *args: Any) -> Future[None]:
     future: Future[None] = Future()
     try:
-        function(*args)
+        with torch.inference_mode(False):  # views made in the caller's inference mode could not be filled outside it
+            function(*args)
     except Exception as error:  # noqa: BLE001 - raised by result(), as from the worker
         future.set_exception(error)
     else:

@@ -52,7 +52,7 @@ class Chunk:
         if run.dtype == self.entry.dtype:
             reader.read_into(self.entry, run, byte_offset)
             return
-        stored = torch.empty(self.count, dtype=self.entry.dtype)
+        stored = torch.empty(self.count, dtype=self.entry.dtype, device="cpu")
         reader.read_into(self.entry, stored, byte_offset)
         run.copy_(stored)
 

@@ -471,6 +471,22 @@ def test_slots_are_refused_by_name_for_dense_and_other_moe_models(folder_of: Cal
             AirLLMBaseModel(folder_of(family), device="cpu", expert_cache_backend="slot")
 
 
+@pytest.mark.parametrize("prefetching", [True, False])
+def test_a_model_loaded_in_inference_mode_or_under_a_default_device_is_right_outside_it(
+    prefetching: bool, folder_of: Callable[..., Path]
+) -> None:
+    folder = folder_of("mixtral", dtype=torch.bfloat16)
+    ids = torch.tensor([[5, 6, 7]])
+    plain = AirLLMBaseModel(folder, device="cpu", dtype="float32", prefetching=prefetching)
+    expected = plain(ids).logits
+    for context in (torch.inference_mode(), torch.device("meta")):
+        with context:
+            ours = AirLLMBaseModel(folder, device="cpu", dtype="float32", prefetching=prefetching)
+            if not isinstance(context, torch.device):
+                assert torch.equal(ours(ids).logits, expected)
+        assert torch.equal(ours(ids).logits, expected)
+
+
 def test_nothing_needs_a_gradient(llama: Pair) -> None:
     assert not llama.ours(families.prompt(llama.oracle, 4)).logits.requires_grad
     assert not any(parameter.requires_grad for parameter in llama.ours.model.parameters())
