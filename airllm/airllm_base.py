@@ -125,7 +125,7 @@ class AirLLMBaseModel:
         )
         self.checkpoint_path = self.model_local_path
         self.config = load_config(self.model_local_path, trust_remote_code=options.trust_remote_code)
-        self._refuse_backend()
+        self.refuse_backend(options, self.config)
         try:
             # The caller may be in inference mode, whose tensors could not be filled outside it, or have a default
             # device on which host memory would land.
@@ -138,11 +138,13 @@ class AirLLMBaseModel:
         self.layer_names_dict = layer_names(self.model)
         self.tokenizer = self._load_tokenizer()
 
-    def _refuse_backend(self) -> None:
-        if self.options.expert_cache_backend != "slot" or self.supports_slots:
+    @classmethod
+    def refuse_backend(cls, options: Options, config: PretrainedConfig) -> None:
+        """Raises UnsupportedModelError, saying why, when this class cannot run the model with the backend asked for."""
+        if options.expert_cache_backend != "slot" or cls.supports_slots:
             return
-        kind = self.config.model_type
-        text = self.config.get_text_config()
+        kind = config.model_type
+        text = config.get_text_config()
         if any(getattr(text, name, None) for name in _EXPERT_COUNTS):
             raise UnsupportedModelError(
                 f"expert_cache_backend='slot' does not support model_type {kind!r} yet (phimoe only): leave it out to "

@@ -11,6 +11,8 @@ from airllm.options import Options, parse_options
 from airllm.skeleton import load_config
 
 if TYPE_CHECKING:
+    from transformers import PretrainedConfig
+
     from airllm.airllm_base import AirLLMBaseModel
 
 # By model_type, never by the architecture's name: checkpoints of one family spell that in several ways.
@@ -39,7 +41,8 @@ class AutoModel:
     @classmethod
     def get_module_class(cls, pretrained_model_name_or_path: str | os.PathLike[str], **kwargs: Any) -> tuple[str, str]:
         """``("airllm", class name)`` for a checkpoint. Takes, and checks, the keywords of `from_pretrained`."""
-        return "airllm", _class_name(parse_options(pretrained_model_name_or_path, **kwargs))
+        options = parse_options(pretrained_model_name_or_path, **kwargs)
+        return "airllm", _class_name(_configuration(options))
 
     @classmethod
     def from_pretrained(
@@ -54,7 +57,10 @@ class AutoModel:
             CheckpointError, WeightMapError, UnsupportedModelError: the checkpoint is damaged or does not fit.
         """
         options = parse_options(pretrained_model_name_or_path, **_by_name(args, kwargs))
-        return getattr(import_module("airllm"), _class_name(options)).from_options(options)
+        config = _configuration(options)
+        chosen = getattr(import_module("airllm"), _class_name(config))
+        chosen.refuse_backend(options, config)  # before the weights are downloaded
+        return chosen.from_options(options)
 
 
 _POSITIONS = (
@@ -73,7 +79,8 @@ def _by_name(args: tuple[Any, ...], kwargs: dict[str, Any]) -> dict[str, Any]:
     return named | kwargs
 
 
-def _class_name(options: Options) -> str:
+def _configuration(options: Options) -> PretrainedConfig:
+    """The model's configuration; of a hub repository nothing large is fetched for it."""
     folder = locate(
         options.model,
         revision=options.revision,
@@ -81,6 +88,10 @@ def _class_name(options: Options) -> str:
         local_files_only=options.local_files_only,
         token=options.hf_token,
         trust_remote_code=options.trust_remote_code,
+        weights=False,
     )
-    config = load_config(folder, trust_remote_code=options.trust_remote_code)
+    return load_config(folder, trust_remote_code=options.trust_remote_code)
+
+
+def _class_name(config: PretrainedConfig) -> str:
     return _CLASSES.get(config.model_type, _ANY)

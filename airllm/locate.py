@@ -29,11 +29,13 @@ def locate(
     local_files_only: bool = False,
     token: str | bool | None = None,
     trust_remote_code: bool = False,
+    weights: bool = True,
 ) -> Path:
     """The local folder of ``model``: itself, or a snapshot of a hub repository (downloaded when it is not cached).
 
     From a hub repository come the configuration, the tokenizer and one set of weights: safetensors, or
-    ``pytorch_model*.bin`` where there are none. Python files come only with ``trust_remote_code``.
+    ``pytorch_model*.bin`` where there are none. Python files come only with ``trust_remote_code``. With
+    ``weights=False`` the weights are left where they are, for a look at the configuration.
     Raises CheckpointError when there is no such folder or repository, or it cannot be reached and is not cached.
     """
     text = os.fspath(model)
@@ -47,17 +49,17 @@ def locate(
     cache = os.fspath(cache_dir) if cache_dir is not None else None
     if local_files_only:
         return _cached(text, revision, cache)
-    return _download(text, revision, cache, token, trust_remote_code)
+    return _download(text, revision, cache, token, trust_remote_code, weights)
 
 
-def wanted_files(names: Sequence[str], *, trust_remote_code: bool = False) -> list[str]:
+def wanted_files(names: Sequence[str], *, trust_remote_code: bool = False, weights: bool = True) -> list[str]:
     """Those of a repository's file names that loading needs: small files, and one set of weights (no duplicates)."""
     top = [name for name in names if "/" not in name]
     small = [name for name in top if name.endswith(_SMALL_FILES)]
     small += [name for name in names if name.startswith(_TEMPLATES) and name.endswith(".jinja")]
     if trust_remote_code:
         small += [name for name in names if name.endswith(".py")]
-    return sorted({*small, *_weights(top)})
+    return sorted({*small, *(_weights(top) if weights else ())})
 
 
 def _weights(top: Sequence[str]) -> list[str]:
@@ -93,7 +95,9 @@ def _cached(name: str, revision: str | None, cache_dir: str | None) -> Path:
     return Path(folder)
 
 
-def _download(name: str, revision: str | None, cache_dir: str | None, token: str | bool | None, code: bool) -> Path:
+def _download(
+    name: str, revision: str | None, cache_dir: str | None, token: str | bool | None, code: bool, weights: bool
+) -> Path:
     """Fetch what is not cached yet (the hub client shows its progress bars); without a network, use the cache."""
     import huggingface_hub
     from huggingface_hub.errors import HfHubHTTPError, RevisionNotFoundError
@@ -107,7 +111,7 @@ def _download(name: str, revision: str | None, cache_dir: str | None, token: str
         raise CheckpointError(f"{name} has no revision {revision!r}: see its branches and tags on the hub") from error
     except failures as error:
         return _cached_instead(name, revision, cache_dir, error)
-    wanted = wanted_files([file.rfilename for file in info.siblings or ()], trust_remote_code=code)
+    wanted = wanted_files([file.rfilename for file in info.siblings or ()], trust_remote_code=code, weights=weights)
     if "config.json" not in wanted:
         raise CheckpointError(f"{name} has no config.json: it is not a transformers checkpoint")
     try:

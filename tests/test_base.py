@@ -6,6 +6,7 @@ import itertools
 import logging
 import shutil
 import sys
+import threading
 import weakref
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -593,3 +594,36 @@ def test_the_gpu_holds_at_most_embedding_head_and_three_layers(checkpoint: Calla
         torch.cuda.synchronize()
         assert torch.cuda.memory_allocated() - before <= held + (32 << 20)
     assert torch.cuda.memory_allocated() <= before + (1 << 20)
+
+
+@pytest.mark.gpu
+def test_a_prompt_too_long_for_the_device_is_an_ordinary_error_and_the_next_call_is_right(
+    folder_of: Callable[..., Path],
+) -> None:
+    if not torch.cuda.is_available():
+        pytest.skip("needs a GPU")
+    with AirLLMBaseModel(folder_of("llama"), device="cuda:0") as model:
+        short = torch.tensor([[5, 6, 7, 8, 9]])
+        expected = model(short).logits
+        total = torch.cuda.get_device_properties(0).total_memory
+        torch.cuda.set_per_process_memory_fraction((torch.cuda.memory_reserved() + (256 << 20)) / total)
+        try:
+            with pytest.raises(torch.OutOfMemoryError):
+                for doubling in range(8, 24):
+                    model(families.prompt(model, 64, 2**doubling // 64), use_cache=False)
+        finally:
+            torch.cuda.set_per_process_memory_fraction(1.0)
+        assert torch.equal(model(short).logits, expected)
+
+
+def test_open_files_and_threads_do_not_grow_with_calls(folder_of: Callable[..., Path]) -> None:
+    descriptors = Path("/proc/self/fd")
+    if not descriptors.exists():
+        pytest.skip("counts open files the Linux way")
+    with AirLLMBaseModel(folder_of("llama"), device="cpu") as model:
+        ids = families.prompt(model, 4)
+        model.generate(ids, max_new_tokens=2)
+        before = len(list(descriptors.iterdir())), threading.active_count()
+        for _ in range(15):
+            model.generate(ids, max_new_tokens=2)
+        assert (len(list(descriptors.iterdir())), threading.active_count()) == before

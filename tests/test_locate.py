@@ -98,6 +98,11 @@ def test_one_set_of_weights_is_chosen_and_no_duplicate(weights: list[str], taken
     assert set(wanted_files(SMALL + weights)) == KEPT | set(taken)
 
 
+def test_without_weights_only_the_small_files_come() -> None:
+    names = [*SMALL, "model.safetensors", "pytorch_model.bin"]
+    assert set(wanted_files(names, weights=False)) == KEPT
+
+
 def test_python_files_come_only_when_trusted() -> None:
     assert "modeling_x.py" not in wanted_files(SMALL)
     assert "modeling_x.py" in wanted_files(SMALL, trust_remote_code=True)
