@@ -584,16 +584,19 @@ def test_the_gpu_holds_at_most_embedding_head_and_three_layers(checkpoint: Calla
     if not torch.cuda.is_available():
         pytest.skip("needs a GPU")
     folder = checkpoint("llama", num_hidden_layers=8, hidden_size=512, intermediate_size=2048, dtype=torch.float16)
-    before = torch.cuda.memory_allocated()
-    with AirLLMBaseModel(folder, device="cuda:0") as model:
-        stats = model.get_stream_stats()
-        layer = stats["streamed_bytes"] // 8
-        held = torch.cuda.memory_allocated() - before
-        assert held <= stats["dense_resident_bytes"] + 3 * layer + 64 * 1024
-        model.generate(families.prompt(model, 5), max_new_tokens=4)
-        torch.cuda.synchronize()
-        assert torch.cuda.memory_allocated() - before <= held + (32 << 20)
-    assert torch.cuda.memory_allocated() <= before + (1 << 20)
+    for turn in ("first", "second"):
+        # The first turn makes the matrix libraries take their workspaces, which torch counts as allocated for good.
+        before = torch.cuda.memory_allocated()
+        with AirLLMBaseModel(folder, device="cuda:0") as model:
+            stats = model.get_stream_stats()
+            layer = stats["streamed_bytes"] // 8
+            held = torch.cuda.memory_allocated() - before
+            assert held <= stats["dense_resident_bytes"] + 3 * layer + 64 * 1024
+            torch.cuda.reset_peak_memory_stats()
+            model.generate(families.prompt(model, 5), max_new_tokens=4)
+            if turn == "second":
+                assert torch.cuda.max_memory_allocated() - before <= held + (2 << 20)
+    assert torch.cuda.memory_allocated() <= before + 64 * 1024
 
 
 @pytest.mark.gpu
