@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 import slot_rig
 import torch
-from slot_rig import DEVICES, EXPERTS, LAYERS, Injected, LateTransfer, Rig
+from slot_rig import DEVICES, EXPERTS, LAYERS, Injected, LateTransfer, Rig, gpu
 
 from airllm.experts.plan import plan_layer
 from airllm.experts.policy import LruPolicy
@@ -200,6 +200,20 @@ def test_decoding_a_batch_caches(batch: int) -> None:
     assert counters.hits > 0 and counters.bypasses == 0 and counters.misses <= EXPERTS
 
 
+@pytest.mark.parametrize("sequence", [2, 4, 8])
+def test_checking_an_assistants_guesses_caches_as_decoding_does(sequence: int) -> None:
+    rig = Rig(2 * EXPERTS)
+    rig.runtime.begin_forward(1, sequence, rig.device)
+    hidden, index, weights = rig.draw(sequence)
+    rig.call(0, hidden, index, weights)
+    assert set(rig.runtime.policy.residents()) == set(index.unique().tolist())
+    assert rig.runtime.counters.prefill_skips == 0
+    rig.runtime.begin_forward(1, 1, rig.device)
+    for _ in range(EXPERTS):
+        rig.call(1, *rig.draw(1))
+    assert set(index.unique().tolist()) <= set(rig.runtime.policy.residents()), "none of them was a first victim"
+
+
 def test_with_every_expert_in_a_slot_each_is_copied_once_for_ever() -> None:
     rig = Rig(LAYERS * EXPERTS)
     for tokens in (64, 1, 200, 2, 1):
@@ -248,6 +262,23 @@ def test_statistics_count_what_happened() -> None:
     assert stats["bypasses"] > 0 and stats["h2d_copies"] == stats["misses"]
     rig.bank.read_expert(3, [torch.empty(p.shape) for p in rig.bank.layout.projections])
     assert rig.runtime.stats()["generation_disk_expert_reads"] == 2, "two tensors of one expert were read"
+
+
+@gpu
+def test_the_memory_a_prompt_takes_does_not_grow_with_the_experts_it_is_routed_to() -> None:
+    rig = Rig(4, dtype=torch.float16, device="cuda:0")
+    peaks = []
+    for choices in (range(2), range(EXPERTS)):
+        for _ in range(2):  # the first time, libraries take what they keep
+            asked = rig.draw(4096, choices=choices)
+            rig.runtime.begin_forward(1, 4096, rig.device)
+            torch.cuda.synchronize()
+            torch.cuda.reset_peak_memory_stats()
+            before = torch.cuda.memory_allocated()
+            rig.run(0, *asked)
+            torch.cuda.synchronize()
+        peaks.append(torch.cuda.max_memory_allocated() - before)
+    assert peaks[1] <= peaks[0]
 
 
 # --- ten thousand leases ----------------------------------------------------------------------------------------------
@@ -347,10 +378,10 @@ def test_after_a_failure_anywhere_the_next_forward_is_right(
 CODE_UNDER_INTERRUPT = tuple(f"experts/{name}.py" for name in ("runtime", "policy", "plan", "transfer", "compute"))
 
 
-def interrupted_at(lines: list[int], work: Callable[[], object]) -> bool:
-    """Run ``work`` with a KeyboardInterrupt before the ``lines[0]``-th line it runs inside the slot backend, another one
-    ``lines[1]`` lines later (which may be in the midst of cleaning up), and so on. False when it ended before the first."""
-    waits, left = iter(lines[1:]), lines[0]
+def interrupted_at(line: int, work: Callable[[], object]) -> bool:
+    """Run ``work`` with a KeyboardInterrupt before the ``line``-th line it runs inside the slot backend. False when it ended
+    earlier."""
+    left = line
 
     def trace(frame: Any, event: str, _arg: object) -> Any:
         nonlocal left
@@ -359,10 +390,6 @@ def interrupted_at(lines: list[int], work: Callable[[], object]) -> bool:
         if event == "line":
             left -= 1
             if left == 0:
-                left = next(waits, -1)
-                if left > 0:
-                    sys.settrace(trace)  # Python ends tracing when a trace function raises
-                    frame.f_trace = trace
                 raise KeyboardInterrupt
         return trace
 
@@ -384,7 +411,7 @@ def test_an_interrupt_at_any_line_leaves_a_runtime_that_answers_right(tokens: in
     while True:
         rig.runtime.begin_forward(1, tokens, rig.device)
         work = partial(rig.run, line % LAYERS, *rig.draw(tokens))
-        if not interrupted_at([line], work):
+        if not interrupted_at(line, work):
             break
         rig.check()
         rig.call(line % LAYERS, *rig.draw(1))
@@ -394,14 +421,27 @@ def test_an_interrupt_at_any_line_leaves_a_runtime_that_answers_right(tokens: in
     assert line > 60
 
 
-def test_a_second_interrupt_while_cleaning_up_is_mended_by_the_next_forward() -> None:
-    rig, draw = Rig(3, transfer=SyncTransfer()), random.Random(0)
-    for _ in range(200):
-        tokens = draw.choice([1, 6])
-        rig.runtime.begin_forward(1, tokens, rig.device)
-        asked = rig.draw(tokens)
-        interrupted_at([draw.randrange(20, 90), draw.randrange(1, 12)], lambda asked=asked: rig.run(0, *asked))
-        rig.call(0, *rig.draw(1))
+@pytest.mark.parametrize("when", ["before", "after"])
+@pytest.mark.parametrize("point", ["before copy", "after copy", "compute"])
+@pytest.mark.parametrize("tokens", [1, 12])
+def test_a_second_interrupt_while_cleaning_up_is_mended_by_the_next_forward(tokens: int, point: str, when: str) -> None:
+    rig = Rig(4, transfer=SyncTransfer())
+    rig.call(0, *rig.draw(2))
+    asked = rig.draw(tokens, choices=range(4, EXPERTS))
+    recover = rig.runtime.policy.recover
+
+    def cut_short(suspects: Any) -> None:
+        if when == "after":
+            recover(suspects)
+        raise KeyboardInterrupt
+
+    with pytest.MonkeyPatch.context() as patch:
+        Failing(rig, patch, point, Injected(), 1)
+        patch.setattr(rig.runtime.policy, "recover", cut_short)
+        with pytest.raises(KeyboardInterrupt):
+            rig.run(0, *asked)
+    rig.call(0, *asked)
+    rig.call(0, *rig.draw(1))
 
 
 def test_one_out_of_memory_is_tried_again_and_counted(monkeypatch: pytest.MonkeyPatch) -> None:
