@@ -22,8 +22,8 @@ from torch import nn
 from transformers import PreTrainedModel
 
 from airllm.errors import AirLLMError, NonFiniteError, UnsupportedModelError
+from airllm.layer_watch import LayerWatch, StreamCounts
 from airllm.profiler import LayeredProfiler
-from airllm.streaming import LayerWatch, StreamCounts
 
 log = logging.getLogger(__name__)
 

@@ -37,6 +37,7 @@ ORDER = (
     "split_originals",
     "layer_files",
     "layer_layout",
+    "layer_watch",
     "phimoe_rope",
     "experts.stats",
     "experts.budget",
