@@ -84,9 +84,10 @@ def test_a_model_that_is_nowhere_is_an_error_that_says_so() -> None:
 
 
 @pytest.mark.parametrize(("family", "reason"), [("llama", "dense"), ("gpt2", "dense"), ("mixtral", "yet"), ("olmoe", "yet")])
-def test_slots_are_refused_before_any_weight_is_read(
-    family: str, reason: str, checkpoint: Callable[..., Path], tmp_path: Path
+def test_slots_are_refused_before_any_weight_is_fetched_or_read(
+    family: str, reason: str, checkpoint: Callable[..., Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    monkeypatch.setattr("airllm.airllm_base.locate", None)  # it is what downloads weights
     (tmp_path / "config.json").write_text((checkpoint(family) / "config.json").read_text())  # and no weights at all
     with pytest.raises(UnsupportedModelError, match=rf"{family}.*{reason}"):
         AutoModel.from_pretrained(tmp_path, device="cpu", expert_cache_backend="slot", expert_cache_gb=1)

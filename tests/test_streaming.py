@@ -370,6 +370,17 @@ def test_an_interrupt_just_after_a_read_was_queued_does_not_mix_up_the_blocks(
             assert close_to(model(ids()).logits, expected(ids()))
 
 
+def test_a_fill_whose_turn_comes_too_late_leaves_the_block_alone(folder: Path) -> None:
+    with AirLLMBaseModel(folder, device="cpu") as model:
+        streamer = model._streamer
+        for number in (5, 2):
+            streamer._begin_fill(number, 0)
+            streamer._fills[0].result(30)
+        held = streamer._blocks[0].clone()
+        streamer._fill(5, 0, streamer._tickets[0] - 1)
+        assert torch.equal(streamer._blocks[0], held)
+
+
 def test_a_streamer_that_raises_leaves_the_model_usable(model: AirLLMBaseModel) -> None:
     class Full:
         seen = 0
