@@ -60,6 +60,8 @@ def loaded(request: dict[str, Any], device: torch.device) -> Iterator[Any]:
         if kind in SLOTS:
             options |= {"expert_cache_backend": "slot", "expert_cache_gb": request["budget_gb"]}
             options["expert_cache_engine"] = SLOTS[kind]
+        else:
+            options["experts_implementation"] = "eager"  # like the reference; others round differently in half precision
         with AutoModel.from_pretrained(path, **options) as model:
             yield model
         return
