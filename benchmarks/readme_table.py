@@ -77,8 +77,8 @@ def table(result: dict[str, Any], others: dict[str, Any]) -> str:
     """The section between the README's markers."""
     lines = [
         f"Random weights in Phi-tiny-MoE's exact geometry, {where(result)}, page cache warm. The floor is the time that the "
-        "missed or streamed bytes, or the bytes the device must read, need at the bandwidths measured in the same run. Decoding "
-        "here is bound by the host that launches the kernels, and that host was shared: see how far p10 and p90 lie "
+        "missed or streamed bytes, or the bytes the device must read, need at the bandwidths measured in the same run. "
+        "Decoding here is bound by the host that launches the kernels, and that host was shared: see how far p10 and p90 lie "
         "apart. "
         "Streaming ran transformers' default experts, which round differently from the baseline's.",
         "",
