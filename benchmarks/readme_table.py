@@ -54,7 +54,8 @@ def where(result: dict[str, Any]) -> str:
     asked, hardware, rates = result["asked"], result["hardware"], result["bandwidths"]
     return (
         f"{asked['dtype']}, batch 1, {asked['budget_gb']} GiB of slots, {asked['prompts']} prompts × {asked['tokens']} "
-        f"tokens, one {hardware['device']} ({hardware['cpu_cores']} cores of {hardware['cpu']}; torch {hardware['torch']}, transformers "
+        f"tokens, one {hardware['device']} ({hardware['cpu_cores']} cores of {hardware['cpu']}; torch {hardware['torch']}, "
+        "transformers "
         f"{hardware['transformers']}; pinned link {rates['link_pinned_large_bytes_per_s'] / 1e9:.1f} GB/s, host copy "
         f"{rates['host_copy_bytes_per_s'] / 1e9:.1f} GB/s)"
     )
