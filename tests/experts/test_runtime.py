@@ -202,16 +202,26 @@ def test_decoding_a_batch_caches(batch: int) -> None:
 
 @pytest.mark.parametrize("sequence", [2, 4, 8])
 def test_checking_an_assistants_guesses_caches_as_decoding_does(sequence: int) -> None:
-    rig = Rig(2 * EXPERTS)
+    rig = Rig(EXPERTS)
     rig.runtime.begin_forward(1, sequence, rig.device)
     hidden, index, weights = rig.draw(sequence)
     rig.call(0, hidden, index, weights)
     assert set(rig.runtime.policy.residents()) == set(index.unique().tolist())
     assert rig.runtime.counters.prefill_skips == 0
-    rig.runtime.begin_forward(1, 1, rig.device)
-    for _ in range(EXPERTS):
-        rig.call(1, *rig.draw(1))
-    assert set(index.unique().tolist()) <= set(rig.runtime.policy.residents()), "none of them was a first victim"
+
+
+@pytest.mark.parametrize(("batch", "kept"), [(1, 6 - 2), (2, 9 - 4)])
+def test_a_prompt_keeps_slots_free_for_what_the_later_layers_leave_to_decoding(batch: int, kept: int) -> None:
+    rig = Rig(9)
+    rig.runtime.begin_forward(batch, 40, rig.device)
+    rig.call(0, *rig.draw(batch * 40))
+    assert rig.runtime.policy.free >= kept
+    rig.runtime.begin_forward(1, 40, rig.device)
+    rig.runtime.clear()
+    hidden, index, weights = rig.draw(40)
+    index[-1] = torch.tensor([6, 7])
+    rig.call(0, hidden, index, weights)
+    assert set(rig.runtime.policy.residents()) == {0, 1, 2, 6, 7}, "free slots beyond those are used"
 
 
 def test_with_every_expert_in_a_slot_each_is_copied_once_for_ever() -> None:
