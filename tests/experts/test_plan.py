@@ -86,6 +86,18 @@ def test_free_slots_beyond_the_reserve_take_prompt_experts_as_first_victims():
     assert 3 in policy and 0 not in policy and 1 not in policy
 
 
+def test_what_decoding_used_outlives_the_experts_a_prompt_left_in_free_slots():
+    policy = LruPolicy(6)
+    policy.admit(100)
+    policy.release_all()
+    plan_layer(policy, first_key=0, experts=[0, 1, 2, 3], admit=set(), scratch=2, keep_free=2)
+    policy.release_all()
+    assert set(policy.residents()) == {100, 0, 1, 2}
+    for key in range(50, 55):
+        policy.admit(key)
+    assert 100 in policy and not {0, 1, 2} & set(policy.residents())
+
+
 def test_a_model_that_fits_whole_needs_no_scratch():
     policy = LruPolicy(8)
     steps = plan_layer(policy, first_key=0, experts=list(range(8)), admit=set(), scratch=0, keep_free=100)
