@@ -17,6 +17,7 @@ from airllm import guard
 from airllm.checkpoint import CheckpointIndex, TensorReader, has_bin_weights
 from airllm.compression import open_compressed
 from airllm.errors import CheckpointError, UnsupportedModelError
+from airllm.experts.stats import disabled_stats
 from airllm.layer_files import find_or_create_split, split_folder
 from airllm.locate import locate
 from airllm.options import DEFAULT_DEVICE, Options, parse_options
@@ -325,6 +326,16 @@ class AirLLMBaseModel:
             "device_bytes": _allocated_bytes(self.device),
             **self._streamer.stats(),
         }
+
+    def get_expert_cache_stats(self) -> dict[str, Any]:
+        """The names of the expert cache's statistics with ``enabled`` False: this model's layers are streamed."""
+        return disabled_stats()
+
+    def reset_expert_cache_stats(self) -> None:
+        """Nothing to reset without an expert cache."""
+
+    def clear_expert_cache(self) -> None:
+        """Nothing to empty without an expert cache."""
 
     # --- staying and going --------------------------------------------------------------------------------------------
 

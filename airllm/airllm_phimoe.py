@@ -19,7 +19,6 @@ from airllm.decode_step import DecodeStepper, why_no_steps
 from airllm.errors import UnsupportedModelError
 from airllm.experts.assembly import ExpertsFound, add_device_engine, install, record_graphs
 from airllm.experts.runtime import SlotExpertRuntime
-from airllm.experts.stats import disabled_stats
 from airllm.phimoe_rope import PhiMoERotaryEmbedding, reread_at_switch
 from airllm.skeleton import (
     assert_no_meta,
@@ -137,7 +136,7 @@ class AirLLMPhiMoE(AirLLMBaseModel):
     def get_expert_cache_stats(self) -> dict[str, Any]:
         """Sizes (bytes) and counters of the expert cache; all measured. ``enabled`` is False when layers are streamed."""
         if self._runtime is None:
-            return disabled_stats()
+            return super().get_expert_cache_stats()
         stats = self._runtime.stats()
         dense = sum({p.data_ptr(): p.nbytes for p in self.model.parameters() if not p.is_meta}.values())
         return {

@@ -32,7 +32,7 @@ Start here:
 \b
 Two ways to run a model:
   streaming (default)  one layer at a time goes to the device; any causal language model
-  slots                for mixtures of experts: dense weights stay on the device, experts
+  slots                for PhiMoE models: dense weights stay on the device, experts
                        are cached in a fixed number of slots (--expert-cache-gb)
 """,
 )
@@ -97,6 +97,7 @@ def demo(
     transformers_logging.disable_progress_bar()
     torch.set_num_threads(1)  # the matrices are too small to share: waiting for each other costs more than the work
     with plain_errors():
+        require_text(prompt)
         report = run_demo(airllm.tiny_model_path(), prompt, max_new_tokens, device)
     typer.echo(format_report(report))
     if not report.identical:
@@ -110,7 +111,7 @@ Examples:
   airllm generate ./Phi-tiny-MoE-instruct --prompt "Why?" --expert-cache-gb 0.75 --stream
   airllm generate ./Mixtral --prompt "Why?" --device cuda:1 --dtype float16
 \b
-With --expert-cache-gb (a number of GiB, or auto) a mixture of experts runs on slots;
+With --expert-cache-gb (a number of GiB, or auto) a PhiMoE model runs on slots;
 without it any model is streamed layer by layer. `airllm inspect` says which budget fits.
 """
 )
@@ -124,7 +125,7 @@ def generate(
     stream: Annotated[bool, typer.Option("--stream", help="Print the text as it is made.")] = False,
     device: Annotated[str | None, typer.Option(help="cuda:0, cuda:1, cpu, ... [default: cuda:0]")] = None,
     dtype: Annotated[str | None, typer.Option(help="float16, bfloat16, float32 [default: the checkpoint's]")] = None,
-    max_seq_len: Annotated[int, typer.Option(min=1, help="Longest prompt plus answer, in tokens.")] = 2048,
+    max_seq_len: Annotated[int, typer.Option(min=1, help="Longest prompt plus answer, in tokens.")] = 512,
     revision: Annotated[str | None, typer.Option(help="Branch, tag or commit, for a model id of the hub.")] = None,
 ) -> None:
     """Continue a prompt with a checkpoint on disk. The text goes to stdout, what it cost to stderr."""
@@ -132,6 +133,7 @@ def generate(
     if device is not None:
         options["device"] = device
     with plain_errors():
+        require_text(prompt)
         if expert_cache_gb is not None:
             options |= {"expert_cache_backend": "slot", "expert_cache_gb": parse_budget(expert_cache_gb)}
         with airllm.AutoModel.from_pretrained(model, **options) as loaded:
@@ -145,6 +147,11 @@ def parse_budget(text: str) -> float | str:
         return float(text)
     except ValueError:
         raise OptionError(f"--expert-cache-gb takes a number of GiB or auto, got {text!r}") from None
+
+
+def require_text(prompt: str) -> None:
+    if not prompt:
+        raise OptionError("--prompt is empty: give at least one character to continue")
 
 
 def answer(model: Any, prompt: str, max_new_tokens: int, stream: bool) -> None:

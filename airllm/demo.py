@@ -16,6 +16,7 @@ import torch
 
 from airllm.auto_model import AutoModel
 from airllm.inspect_model import ExpertSizes, inspect_folder, require_experts
+from airllm.options import parse_options
 from airllm.token_clock import TokenClock
 
 GIB = 2**30
@@ -51,7 +52,8 @@ class DemoReport:
 
 def run_demo(folder: Path, prompt: str, max_new_tokens: int, device: str | None = None) -> DemoReport:
     """Run all four ways on the checkpoint in `folder`. On the CPU in float32, where half precision may be emulated."""
-    where = torch.device(device or ("cuda:0" if torch.cuda.is_available() else "cpu"))
+    given = {"device": device} if device else {}
+    where = parse_options(folder, **given).device  # says what to do about a device that is not there
     dtype = torch.float32 if where.type == "cpu" else None
     sizes = require_experts(inspect_folder(folder))
     scale = 2 if dtype is torch.float32 else 1  # the files hold half precision

@@ -171,7 +171,9 @@ def refuse_move(device: torch.device, dtype: torch.dtype, *args: Any, **kwargs: 
 
 
 def _refuse_saving(*_: Any, **__: Any) -> NoReturn:
-    raise UnsupportedModelError("a streamed model has no weights in memory to save: copy the checkpoint folder instead")
+    raise UnsupportedModelError(
+        "this model does not hold its weights as parameters, so there is nothing to save: copy the checkpoint folder"
+    )
 
 
 def empty(model: nn.Module) -> None:

@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from airllm.checkpoint import CheckpointIndex, TensorEntry
-from airllm.errors import CheckpointError, UnsupportedModelError
+from airllm.errors import BudgetError, CheckpointError, UnsupportedModelError
 from airllm.experts.assembly import RESERVE_BYTES
 from airllm.experts.budget import GIB, SCRATCH_SLOTS, SlotPlan, auto_budget_bytes, plan_slots
 
@@ -277,6 +277,13 @@ def describe(
     lines += ["", *describe_experts(experts), ""]
     if vram_bytes is not None:
         budget_bytes = budget_for_card(found, vram_bytes, max_seq_len)
+        one_token_bytes = experts.top_k * experts.expert_bytes
+        if budget_bytes < one_token_bytes:
+            raise BudgetError(
+                f"a card of {vram_bytes} B is {one_token_bytes - budget_bytes} B too small for slots: beside dense weights, KV "
+                f"cache for {max_seq_len} tokens and workspace it must hold {one_token_bytes} B for {experts.top_k} experts "
+                f"(one token in one layer); the model can be streamed instead"
+            )
         lines += describe_card(found, vram_bytes, budget_bytes, max_seq_len)
     budgets = [budget_bytes] if budget_bytes is not None else telling_budgets(experts)
     return lines + slot_table([slot_outlook(experts, budget, link_bytes_per_s) for budget in budgets], link_bytes_per_s)

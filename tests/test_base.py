@@ -630,3 +630,11 @@ def test_open_files_and_threads_do_not_grow_with_calls(folder_of: Callable[..., 
         for _ in range(15):
             model.generate(ids, max_new_tokens=2)
         assert (len(list(descriptors.iterdir())), threading.active_count()) == before
+
+
+def test_a_streamed_model_has_the_names_of_the_expert_cache_statistics(checkpoint: Callable[..., Path]) -> None:
+    with AirLLMBaseModel(checkpoint("mixtral"), device="cpu") as model:
+        stats = model.get_expert_cache_stats()
+        model.reset_expert_cache_stats(), model.clear_expert_cache()
+    assert stats.pop("enabled") is False and stats.pop("backend") == "none"
+    assert {"slot_count", "hits", "h2d_bytes", "host_bank_bytes"} <= set(stats) and set(stats.values()) == {None}

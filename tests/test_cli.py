@@ -208,7 +208,20 @@ def test_inspect_of_a_card_counts_as_the_auto_budget_does(phi_tiny):
 
 def test_inspect_of_a_card_that_is_too_small_says_so(phi_tiny):
     result = command("inspect", phi_tiny, "--vram-gb", 1.5)
-    assert result.exit_code == 1 and "needs 22020096 B" in result.output
+    assert result.exit_code == 1 and "22020096 B for 2 experts" in result.output and "too small" in result.output
+    assert "-" not in result.output.partition("too small")[0].rpartition(" is ")[2], "a lack is not a negative number"
+
+
+def test_an_empty_prompt_is_refused_before_anything_is_loaded(phi_tiny):
+    for asked in (["generate", phi_tiny, "--prompt", ""], ["demo", "--prompt", ""]):
+        result = command(*asked)
+        assert result.exit_code == 1 and "--prompt is empty" in result.output
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="needs a machine without a GPU")
+def test_the_demo_on_a_device_that_is_not_there_says_so():
+    result = command("demo", "--device", "cuda:0")
+    assert result.exit_code == 1 and "device" in result.output and "Traceback" not in result.output
 
 
 def test_a_budget_that_holds_every_expert_has_no_misses_to_limit_it(phi_tiny):

@@ -33,8 +33,10 @@ class SlotPlan:
 
 
 def smallest_budget_gib(expert_bytes: int, top_k: int) -> float:
-    """The least ``expert_cache_gb``, rounded up to three digits, that holds ``top_k`` experts."""
-    return math.ceil(top_k * expert_bytes / GIB * 1000) / 1000
+    """The least ``expert_cache_gb``, rounded up to two significant digits, that holds ``top_k`` experts."""
+    least = top_k * expert_bytes / GIB
+    scale = 10.0 ** (1 - math.floor(math.log10(least)))
+    return math.ceil(least * scale * (1 + 1e-12)) / scale
 
 
 def plan_slots(*, budget_bytes: int, expert_bytes: int, total_experts: int, top_k: int, reason: str = "as asked") -> SlotPlan:

@@ -53,6 +53,7 @@ def test_the_suggested_budget_always_works():
             budget_bytes=math.floor(suggested * GIB), expert_bytes=expert_bytes, total_experts=total, top_k=top_k
         )
         assert top_k <= plan.slots <= total
+        assert suggested <= 1.1001 * top_k * expert_bytes / GIB, "and asks for little more than is needed"
         assert plan.slot_bytes <= max(plan.budget_bytes, 0)
 
 
