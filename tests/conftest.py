@@ -14,6 +14,14 @@ import torch
 torch.set_num_threads(1)  # tiny models: a second thread costs more at its barriers than it computes
 
 
+@pytest.fixture(params=["cpu", pytest.param("cuda:0", marks=pytest.mark.gpu)])
+def device(request: pytest.FixtureRequest) -> str:
+    """Each test that asks for it runs on the CPU, and on a GPU under the marker ``gpu``."""
+    if request.param != "cpu" and not torch.cuda.is_available():
+        pytest.skip("needs a GPU")
+    return request.param
+
+
 @pytest.fixture(scope="session")
 def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Callable[..., Path]:
     """``checkpoint("phimoe", dtype=..., shards=...)``: the folder of a tiny random checkpoint, built once a session.

@@ -39,13 +39,6 @@ def one_thread() -> Iterator[None]:
     torch.set_num_threads(before)
 
 
-@pytest.fixture(params=["cpu", pytest.param("cuda:0", marks=pytest.mark.gpu)])
-def device(request: pytest.FixtureRequest) -> str:
-    if request.param != "cpu" and not torch.cuda.is_available():
-        pytest.skip("needs a GPU")
-    return request.param
-
-
 @pytest.fixture(scope="session")
 def folder_of(checkpoint: Callable[..., Path]) -> Callable[..., Path]:
     """The family's checkpoint with LAYERS layers."""

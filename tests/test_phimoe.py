@@ -143,8 +143,6 @@ def test_a_left_padded_batch_is_the_oracles_and_each_row_is_its_own_run(pair: Pa
     ids, mask = padded((3, 7, 20, 60))
     ours, oracle = pair.generate(ids, mask, n=6)
     assert torch.equal(ours, oracle)
-    if pair.device != "cpu":
-        return  # a GPU takes other kernels for other shapes, and half precision shows it, in transformers alike
     for row in range(4):
         own = ids[row : row + 1, mask[row].bool()]
         alone = families.greedy(pair.ours, own.to(pair.device), 6)

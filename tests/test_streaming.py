@@ -57,13 +57,6 @@ def poison(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     torch.set_num_threads(before)
 
 
-@pytest.fixture(params=["cpu", pytest.param("cuda:0", marks=pytest.mark.gpu)])
-def device(request: pytest.FixtureRequest) -> str:
-    if request.param != "cpu" and not torch.cuda.is_available():
-        pytest.skip("needs a GPU")
-    return request.param
-
-
 @pytest.fixture(params=[True, False], ids=["prefetch", "no-prefetch"])
 def prefetching(request: pytest.FixtureRequest) -> bool:
     return request.param

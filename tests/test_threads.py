@@ -26,13 +26,6 @@ def one_thread() -> Iterator[None]:
     torch.set_num_threads(before)
 
 
-@pytest.fixture(params=["cpu", pytest.param("cuda:0", marks=pytest.mark.gpu)])
-def device(request: pytest.FixtureRequest) -> str:
-    if request.param != "cpu" and not torch.cuda.is_available():
-        pytest.skip("needs a GPU")
-    return request.param
-
-
 @pytest.fixture
 def model(checkpoint: Callable[..., Path], device: str) -> Iterator[AirLLMBaseModel]:
     made = AirLLMBaseModel(checkpoint("llama", num_hidden_layers=5), device=device)
