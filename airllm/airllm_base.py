@@ -159,18 +159,7 @@ class AirLLMBaseModel:
     def _load(self) -> None:
         """Build the model, read what stays on the device, and let the decoder layers stream."""
         options = self.options
-        index, reader = self._open_weights()
-        self._resources.callback(reader.close)
-        dtype = resolve_dtype(options.dtype, self.config, index)
-        model = build_skeleton(
-            self.config,
-            dtype=dtype,
-            attn_implementation=options.attn_implementation,
-            experts_implementation=options.experts_implementation,
-            trust_remote_code=options.trust_remote_code,
-            folder=self.model_local_path,
-        )
-        weight_map = build_weight_map(model, index, dtype=dtype)
+        model, weight_map, reader = self._build(options.experts_implementation, options.trust_remote_code)
         prefix, layers = decoder_layers(model)
         streamer = LayerStreamer(
             model,
@@ -188,6 +177,24 @@ class AirLLMBaseModel:
             streamer.start(progress)
         self._reader, self._streamer = reader, streamer
         self._finish(model, guard.ForwardGuard(streamer, self.profiler))
+
+    def _build(
+        self, experts_implementation: str | None, trust_remote_code: bool
+    ) -> tuple[PreTrainedModel, WeightMap, TensorReader]:
+        """The model on meta, where its weights are, and what reads them (closed with the model)."""
+        options = self.options
+        index, reader = self._open_weights()
+        self._resources.callback(reader.close)
+        dtype = resolve_dtype(options.dtype, self.config, index)
+        model = build_skeleton(
+            self.config,
+            dtype=dtype,
+            attn_implementation=options.attn_implementation,
+            experts_implementation=experts_implementation,
+            trust_remote_code=trust_remote_code,
+            folder=self.model_local_path,
+        )
+        return model, build_weight_map(model, index, dtype=dtype), reader
 
     def _open_weights(self) -> tuple[CheckpointIndex, TensorReader]:
         """The files as they are; a split of them when it was asked for, or when nothing else can be streamed."""

@@ -22,15 +22,13 @@ from airllm.experts.runtime import SlotExpertRuntime
 from airllm.phimoe_rope import PhiMoERotaryEmbedding, reread_at_switch
 from airllm.skeleton import (
     assert_no_meta,
-    build_skeleton,
     decoder_layers,
     load_resident,
     move_buffers,
-    resolve_dtype,
     tie_weights,
 )
 from airllm.streaming import LayerWatch, StreamCounts
-from airllm.weight_map import WeightMap, build_weight_map
+from airllm.weight_map import WeightMap
 
 log = logging.getLogger(__name__)
 
@@ -56,17 +54,7 @@ class AirLLMPhiMoE(AirLLMBaseModel):
 
     def _load_slots(self) -> None:
         options, device = self.options, self.options.device
-        index, reader = self._open_weights()
-        self._resources.callback(reader.close)
-        dtype = resolve_dtype(options.dtype, self.config, index)
-        model = build_skeleton(
-            self.config,
-            dtype=dtype,
-            attn_implementation=options.attn_implementation,
-            experts_implementation="eager",
-            folder=self.model_local_path,
-        )
-        weight_map = build_weight_map(model, index, dtype=dtype)
+        model, weight_map, reader = self._build("eager", trust_remote_code=False)
         found = ExpertsFound.of(model, TOP_K)
         plan = None
         if isinstance(options.expert_cache_bytes, int):
