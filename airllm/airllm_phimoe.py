@@ -17,9 +17,10 @@ from airllm import guard
 from airllm.airllm_base import AirLLMBaseModel, progress_bar
 from airllm.decode_step import DecodeStepper, why_no_steps
 from airllm.errors import UnsupportedModelError
-from airllm.experts.assembly import ExpertsFound, add_device_engine, install, record_graphs
+from airllm.experts.assembly import ExpertsFound, add_device_engine, install
 from airllm.experts.runtime import SlotExpertRuntime
 from airllm.phimoe_rope import PhiMoERotaryEmbedding, reread_at_switch
+from airllm.recorded_layers import record_decode
 from airllm.skeleton import (
     assert_no_meta,
     decoder_layers,
@@ -70,10 +71,10 @@ class AirLLMPhiMoE(AirLLMBaseModel):
         self._resources.callback(remove_hook)
         self._reader, self._runtime = reader, runtime
         assert_no_meta(model)
-        self._record_graphs(model)
         _, layers = decoder_layers(model)
         resident = _ResidentLayers(layers, device)
         self._finish(model, guard.ForwardGuard(resident, self.profiler))
+        self._record_graphs(model)
         if options.expert_cache_engine == "device":
             self._start_steps(model, runtime, resident.watch)
 
@@ -91,8 +92,8 @@ class AirLLMPhiMoE(AirLLMBaseModel):
         if self.options.device.type != "cuda":
             self._graph_reason = "graphs need a CUDA or ROCm device"
             return
-        routers = [layer.get_submodule("mlp.router") for _, layer in decoder_layers(model)[1]]
-        self._graph_reason = record_graphs(self._runtime, model, routers, self.config.hidden_size)
+        self._graph_reason, remove = record_decode(model, self._runtime, [layer for _, layer in decoder_layers(model)[1]])
+        self._resources.callback(remove)
 
     def _finish(self, model: PreTrainedModel, forward_guard: guard.ForwardGuard) -> None:
         # The stock module builds its tables on the host in every forward, and its LongRoPE is wrong since transformers 5.15.
@@ -107,7 +108,7 @@ class AirLLMPhiMoE(AirLLMBaseModel):
         if runtime.engine is None:
             log.warning("expert_cache_engine='device': the plain engine serves this model (%s)", self._engine_reason)
             return
-        self._stepper = self._guard.stepper = DecodeStepper(model, runtime.engine, runtime.routers, watch)
+        self._stepper = self._guard.stepper = DecodeStepper(model, runtime.engine, watch)
         self._resources.callback(self._stepper.close)
 
     # --- use ----------------------------------------------------------------------------------------------------------

@@ -11,7 +11,7 @@ import inspect
 import logging
 import threading
 import weakref
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from typing import Any
 
@@ -19,7 +19,6 @@ import torch
 from transformers import PreTrainedModel
 
 from airllm import transformers_private as private
-from airllm.experts.decode_graphs import GraphedRouter
 from airllm.experts.device_engine import MAX_ROWS, DeviceEngine
 from airllm.step_cache import StepCache, cache_shape
 from airllm.streaming import LayerWatch
@@ -101,9 +100,7 @@ class DecodeStepper:
     Nothing here holds the model, so that dropping the model frees its memory at once.
     """
 
-    def __init__(
-        self, model: PreTrainedModel, engine: DeviceEngine, routers: Sequence[GraphedRouter], watch: LayerWatch
-    ) -> None:
+    def __init__(self, model: PreTrainedModel, engine: DeviceEngine, watch: LayerWatch) -> None:
         self.engine = engine
         self.reason = "no call of generate yet"
         self.steps = self.captures = 0
@@ -111,7 +108,7 @@ class DecodeStepper:
         self._forward = type(model).forward
         names = inspect.signature(self._forward).parameters
         self.cache_name = "cache" if "cache" in names else "past_key_values"
-        self._routers, self._watch = routers, watch
+        self._watch = watch
         self._state: StepState | None = None
         self._active: StepState | None = None
         self._thread: int | None = None
@@ -256,22 +253,16 @@ class DecodeStepper:
     def _body(self, state: StepState) -> Any:
         """The step itself, from and to fixed tensors."""
         model = self._model()
-        for router in self._routers:  # their own recordings cannot be replayed within one
-            router.remove()
-        try:
-            with torch.no_grad(), self.engine.step(), state.cache.writing_at(state.slot):
-                return self._forward(
-                    model,
-                    input_ids=state.ids,
-                    attention_mask=state.mask(),
-                    position_ids=state.positions,
-                    use_cache=True,
-                    return_dict=True,
-                    **{self.cache_name: state.cache},
-                )
-        finally:
-            for router in self._routers:
-                router.install()
+        with torch.no_grad(), self.engine.step(), state.cache.writing_at(state.slot):
+            return self._forward(
+                model,
+                input_ids=state.ids,
+                attention_mask=state.mask(),
+                position_ids=state.positions,
+                use_cache=True,
+                return_dict=True,
+                **{self.cache_name: state.cache},
+            )
 
     def _on_stream(self, work: Callable[[], Any]) -> Any:
         """Run on the stream that records later: libraries keep workspaces by stream."""

@@ -10,10 +10,12 @@ from __future__ import annotations
 import copy
 import functools
 import os
+import sys
 import tempfile
 import threading
 import weakref
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from types import SimpleNamespace
 from typing import Any
 
@@ -22,6 +24,7 @@ import transformers
 from torch import nn
 from transformers import AutoModelForCausalLM, PretrainedConfig, PreTrainedModel, core_model_loading
 from transformers.conversion_mapping import get_model_conversion_mapping
+from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 from transformers.monkey_patching import patch_output_recorders
 
 from airllm.errors import AirLLMError, UnsupportedModelError
@@ -261,6 +264,30 @@ def expert_modules(model: nn.Module) -> list[tuple[str, nn.Module]]:
         for name, module in model.named_modules()
         if hasattr(type(module), "_apply_gate") and any(p.dim() == 3 for p in module.parameters(recurse=False))
     ]
+
+
+# --- attention --------------------------------------------------------------------------------------------------------
+
+
+@contextmanager
+def attention_replaced(config: PretrainedConfig, function: Callable[..., Any]) -> Iterator[str]:
+    """Inside, models with ``config`` compute attention by ``function``. Gives the name of what it stands in for."""
+    name, stand_in = config._attn_implementation or "eager", f"airllm_{id(function)}"
+    ALL_ATTENTION_FUNCTIONS[stand_in] = function
+    config._attn_implementation = stand_in
+    try:
+        yield name
+    finally:
+        config._attn_implementation = name
+        del ALL_ATTENTION_FUNCTIONS[stand_in]
+
+
+def attention_function(name: str, module: nn.Module) -> Callable[..., Any]:
+    """What an attention ``module`` calls under ``name``; "eager" is a function of the file that defines the module."""
+    if name == "eager":
+        function: Callable[..., Any] = sys.modules[type(module).__module__].eager_attention_forward
+        return function
+    return ALL_ATTENTION_FUNCTIONS[name]
 
 
 # --- generation -------------------------------------------------------------------------------------------------------

@@ -56,6 +56,7 @@ ORDER = (
     "experts.runtime",
     "experts.modules",
     "experts.assembly",
+    "recorded_layers",
     "streaming",
     "step_cache",
     "decode_step",

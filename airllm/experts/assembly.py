@@ -12,7 +12,7 @@ from torch import nn
 
 from airllm.experts.bank import HostBank
 from airllm.experts.budget import MIB, SCRATCH_SLOTS, SlotPlan, auto_budget_bytes, plan_slots
-from airllm.experts.decode_graphs import ExpertGraphs, GraphedRouter, GraphPool
+from airllm.experts.decode_graphs import ExpertGraphs, GraphPool
 from airllm.experts.device_engine import DeviceEngine, why_not
 from airllm.experts.layout import ExpertLayout, common_layout
 from airllm.experts.modules import SlotExperts, find_experts
@@ -152,26 +152,9 @@ def add_device_engine(runtime: SlotExpertRuntime, model: nn.Module) -> str:
     return reason
 
 
-def record_graphs(runtime: SlotExpertRuntime, model: nn.Module, routers: list[nn.Module], hidden_width: int) -> str:
-    """Record the decode graphs (experts by slot, and each router). Returns "" or the reason why they stay unrecorded.
-
-    The routing weights' dtype is learned from the first router. Call with everything on the device and no forward running.
-    """
-    device = runtime.pool.blocks[0].device
-    views = runtime.pool.views
-    dtype = views[0][0].dtype
+def record_experts(
+    runtime: SlotExpertRuntime, model: nn.Module, pool: GraphPool, weight_dtype: torch.dtype
+) -> ExpertGraphs:
+    """Record every place's expert for one row; ``weight_dtype`` is that of the router's weights."""
     experts = next(module for module in model.modules() if isinstance(module, SlotExperts))
-    try:
-        with torch.no_grad():
-            pool = GraphPool(device)
-            sample = routers[0](torch.zeros(1, hidden_width, dtype=dtype, device=device))
-            graphed = [GraphedRouter(pool, router, hidden_width, dtype) for router in routers]
-            runtime.graphs = ExpertGraphs(pool, views, runtime.top_k, experts.apply_gate, sample[1].dtype)
-    except RuntimeError as error:
-        runtime.graphs = None
-        log.warning("decode graphs could not be recorded, tokens take the plain way: %s", error)
-        return f"recording failed: {error}"
-    runtime.routers = graphed
-    for router in graphed:
-        router.install()
-    return ""
+    return ExpertGraphs(pool, runtime.pool.views, runtime.top_k, experts.apply_gate, weight_dtype)

@@ -40,6 +40,7 @@ class SlotExperts(nn.Module):
 
     def __init__(self, replaced: nn.Module, runtime: SlotExpertRuntime, layer: int) -> None:
         super().__init__()
+        self.train(replaced.training)
         self._keep: dict[str, Any] = {"runtime": runtime}  # in a dict, so that nothing is registered as a submodule
         self.layer = layer
         self.num_experts = runtime.num_experts

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import logging
 import threading
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
@@ -12,7 +13,7 @@ import torch
 
 from airllm.experts.bank import HostBank
 from airllm.experts.compute import ApplyGate, Routing, gated_mlp
-from airllm.experts.decode_graphs import ExpertGraphs, GraphedRouter
+from airllm.experts.decode_graphs import ExpertGraphs
 from airllm.experts.device_engine import DeviceEngine
 from airllm.experts.plan import PlanCounts, Step, plan_layer, waves
 from airllm.experts.policy import LruPolicy
@@ -29,13 +30,14 @@ they use; longer ones are prompts and leave behind only what their last tokens u
 
 @dataclass(slots=True)
 class LayerCall:
-    """The arguments of one layer's forward."""
+    """The arguments of one layer's forward. ``loaded``: the graphs hold the token, and their total is what is wanted."""
 
     layer: int
     hidden: torch.Tensor
     index: torch.Tensor
     weights: torch.Tensor
     apply_gate: ApplyGate
+    loaded: ExpertGraphs | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -71,7 +73,7 @@ class SlotExpertRuntime:
         self.policy = LruPolicy(pool.plan.slots)
         self.counters = Counters()
         self.graphs: ExpertGraphs | None = None
-        self.routers: list[GraphedRouter] = []
+        self._recorder: Callable[..., torch.Tensor] | None = None
         self.engine: DeviceEngine | None = None
         self._sources = bank.blocks()
         self._shape = ForwardShape()
@@ -94,16 +96,40 @@ class SlotExpertRuntime:
         A device that runs out of memory gets one more try with its caches emptied (counted in ``oom_retries``).
         """
         with self._lock:
-            if self.engine is not None:
-                if self.engine.stepping:
-                    return self.engine.experts(layer, hidden, index, weights)
-                self.engine.leave()
+            if self._recorder is not None:
+                return self._recorder(layer, hidden, index, weights)
+            if self.engine is not None and self.engine.stepping:
+                return self.engine.experts(layer, hidden, index, weights)
+            return self._run(LayerCall(layer, hidden, index, weights, apply_gate))
+
+    def run_loaded(self, layer: int, index: torch.Tensor) -> None:
+        """The experts' part of one layer for the token that the graphs hold; their total becomes its result."""
+        graphs = self.graphs
+        assert graphs is not None
+        with self._lock:
+            self._run(LayerCall(layer, graphs.row, index, graphs.weights, graphs.apply_gate, loaded=graphs))
+
+    @contextmanager
+    def recording(self, recorder: Callable[..., torch.Tensor]) -> Iterator[None]:
+        """Inside, ``recorder(layer, hidden, index, weights)`` answers in place of the experts."""
+        with self._lock:
+            self._recorder = recorder
             try:
-                return self._run_once(LayerCall(layer, hidden, index, weights, apply_gate))
-            except torch.OutOfMemoryError:
-                self.counters.oom_retries += 1
-                torch.cuda.empty_cache()
-            return self._run_once(LayerCall(layer, hidden, index, weights, apply_gate))
+                yield
+            finally:
+                self._recorder = None
+
+    def _run(self, call: LayerCall) -> torch.Tensor:
+        if self.engine is not None:
+            self.engine.leave()
+        try:
+            return self._run_once(call)
+        except torch.OutOfMemoryError:
+            self.counters.oom_retries += 1
+            torch.cuda.empty_cache()
+        if call.loaded is not None:
+            call.loaded.total.zero_()
+        return self._run_once(call)
 
     def _run_once(self, call: LayerCall) -> torch.Tensor:
         if self._unfinished:  # an interrupt cut the recovery from another one short
@@ -154,8 +180,9 @@ class SlotExpertRuntime:
                 self.counters.h2d_bytes += self.pool.plan.expert_bytes
 
     def _one_token(self, call: LayerCall) -> torch.Tensor:
-        graphs = self._fitting_graphs(call)
-        if graphs is not None:
+        graphs = call.loaded
+        if graphs is None and self.graphs is not None and self.graphs.fit(call.hidden, call.weights):
+            graphs = self.graphs
             graphs.load(call.hidden, call.weights)  # enqueued before the read-back, so that it costs no waiting
         total = torch.zeros_like(call.hidden) if graphs is None else graphs.total
         chosen: list[int] = call.index.tolist()[0]  # the one read-back of the layer
@@ -171,13 +198,7 @@ class SlotExpertRuntime:
                     result = gated_mlp(call.hidden, self.pool.views[step.place], call.apply_gate) * call.weights[:, k, None]
                     total.add_(result.to(total.dtype))
             self.transfer.done_reading(step.place)
-        return total if graphs is None else total.clone()
-
-    def _fitting_graphs(self, call: LayerCall) -> ExpertGraphs | None:
-        graphs = self.graphs
-        if graphs is None or call.hidden.dtype != graphs.row.dtype or call.weights.dtype != graphs.weights.dtype:
-            return None
-        return None if call.hidden.requires_grad else graphs
+        return total if graphs is call.loaded else total.clone()
 
     def _many_tokens(self, call: LayerCall) -> torch.Tensor:
         tokens = call.hidden.shape[0]
@@ -264,9 +285,7 @@ class SlotExpertRuntime:
             self.transfer.close()
             if self.engine is not None:
                 self.engine.close()
-            for router in self.routers:
-                router.remove()
-            self.graphs, self.routers = None, []
+            self.graphs = None
             self._sources = ()
             self.policy.clear()
             self.pool.close()
