@@ -20,6 +20,7 @@ from airllm.errors import UnsupportedModelError
 from airllm.experts.assembly import ExpertsFound, add_device_engine, install
 from airllm.experts.runtime import SlotExpertRuntime
 from airllm.phimoe_rope import PhiMoERotaryEmbedding, reread_at_switch
+from airllm.phimoe_step import PhiMoEStep, why_not_fused
 from airllm.recorded_layers import record_decode
 from airllm.skeleton import (
     assert_no_meta,
@@ -108,7 +109,12 @@ class AirLLMPhiMoE(AirLLMBaseModel):
         if runtime.engine is None:
             log.warning("expert_cache_engine='device': the plain engine serves this model (%s)", self._engine_reason)
             return
-        self._stepper = self._guard.stepper = DecodeStepper(model, runtime.engine, watch)
+        layers = [layer for _, layer in decoder_layers(model)[1]]
+        unfused = why_not_fused(model)
+        fused = None if unfused else PhiMoEStep(model, runtime.engine)
+        if unfused:
+            log.info("decoded tokens run the stock modules' kernels: %s", unfused)
+        self._stepper = self._guard.stepper = DecodeStepper(model, runtime.engine, watch, fused, [] if unfused else layers)
         self._resources.callback(self._stepper.close)
 
     # --- use ----------------------------------------------------------------------------------------------------------

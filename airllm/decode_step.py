@@ -11,15 +11,18 @@ import inspect
 import logging
 import threading
 import weakref
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from typing import Any
 
 import torch
+from torch import nn
 from transformers import PreTrainedModel
+from transformers.modeling_outputs import MoeCausalLMOutputWithPast
 
 from airllm import transformers_private as private
 from airllm.experts.device_engine import MAX_ROWS, DeviceEngine
+from airllm.recorded_layers import Unchanged
 from airllm.step_cache import StepCache, cache_shape
 from airllm.streaming import LayerWatch
 
@@ -97,11 +100,24 @@ class StepState:
 class DecodeStepper:
     """Turns the decoded tokens of ``generate`` into steps. One call at a time: whoever calls holds the guard's lock.
 
+    Args:
+        watch: learns each layer's output.
+        fused: computes a step (logits [B, 1, vocabulary], hidden states after each layer) in place of the model's own forward.
+        layers: whose weights ``fused`` reads; a call of generate is not served by steps while they are not as they were.
+
     Nothing here holds the model, so that dropping the model frees its memory at once.
     """
 
-    def __init__(self, model: PreTrainedModel, engine: DeviceEngine, watch: LayerWatch) -> None:
+    def __init__(
+        self,
+        model: PreTrainedModel,
+        engine: DeviceEngine,
+        watch: LayerWatch,
+        fused: Callable[[StepState], tuple[torch.Tensor, list[torch.Tensor]]] | None = None,
+        layers: Sequence[nn.Module] = (),
+    ) -> None:
         self.engine = engine
+        self._fused, self._unchanged = fused, [Unchanged(layer) for layer in layers]
         self.reason = "no call of generate yet"
         self.steps = self.captures = 0
         self._model = weakref.ref(model)
@@ -151,6 +167,8 @@ class DecodeStepper:
     def _refuse(self, config: Any, model_kwargs: dict[str, Any], mode: Any, batch: int, length: int) -> str:
         if self._broken:
             return self._broken
+        if not all(self._unchanged):
+            return "the model's layers were changed, or hooks were put into them"
         name, model = getattr(mode, "value", mode), self._model()
         if name not in _MODES or (config.num_beams or 1) > 1:
             return f"generation mode {name!r}"
@@ -253,6 +271,11 @@ class DecodeStepper:
     def _body(self, state: StepState) -> Any:
         """The step itself, from and to fixed tensors."""
         model = self._model()
+        if self._fused is not None:
+            with torch.no_grad():
+                logits, after = self._fused(state)
+            self._watch.show(after)
+            return MoeCausalLMOutputWithPast(logits=logits, **{self.cache_name: state.cache})
         with torch.no_grad(), self.engine.step(), state.cache.writing_at(state.slot):
             return self._forward(
                 model,
@@ -307,6 +330,7 @@ class DecodeStepper:
             "device_engine_steps": self.steps,
             "device_engine_captures": self.captures,
             "device_engine_kernels": self.engine.ops.NAME,
+            "device_engine_fused": self._fused is not None,
             "step_cache_bytes": 0 if state is None else state.cache.nbytes,
         }
 

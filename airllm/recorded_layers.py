@@ -73,7 +73,7 @@ class Unchanged:
         if everywhere._global_forward_hooks or everywhere._global_forward_pre_hooks:
             return False
         for children, name, child in self._children:
-            if children.get(name) is not child or child._forward_hooks or child._forward_pre_hooks:
+            if children.get(name) is not child or child._forward_pre_hooks or private.listen(child._forward_hooks):
                 return False
             if child.training or "forward" in child.__dict__:
                 return False

@@ -26,6 +26,7 @@ from transformers import AutoModelForCausalLM, PretrainedConfig, PreTrainedModel
 from transformers.conversion_mapping import get_model_conversion_mapping
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 from transformers.monkey_patching import patch_output_recorders
+from transformers.utils import output_capturing
 
 from airllm.errors import AirLLMError, UnsupportedModelError
 
@@ -288,6 +289,23 @@ def attention_function(name: str, module: nn.Module) -> Callable[..., Any]:
         function: Callable[..., Any] = sys.modules[type(module).__module__].eager_attention_forward
         return function
     return ALL_ATTENTION_FUNCTIONS[name]
+
+
+# --- collected outputs ------------------------------------------------------------------------------------------------
+
+
+def listen(hooks: Mapping[int, Callable[..., Any]]) -> bool:
+    """Whether these forward hooks of a module do anything now.
+
+    The hooks by which transformers collects hidden states, attentions and router logits stay in a model from the first
+    forward that was asked for some on, and are idle in all others.
+    """
+    if not hooks:
+        return False
+    wanted = output_capturing._active_collector.get() or {}
+    if any(not key.startswith("_") for key in wanted):
+        return True
+    return any(getattr(hook, "__module__", "") != output_capturing.__name__ for hook in hooks.values())
 
 
 # --- generation -------------------------------------------------------------------------------------------------------

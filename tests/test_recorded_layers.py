@@ -159,6 +159,17 @@ def test_whatever_generate_is_asked_the_answer_is_the_oracles(
             assert all(torch.equal(a, b) for a, b in zip(step, expected, strict=True))
 
 
+def test_after_outputs_were_collected_tokens_are_replayed_again(
+    make: Callable[..., Any], folder: Path, device: str, stock: list[torch.Size]
+) -> None:
+    oracle, model = oracle_with("eager", folder, device), make(5, attn_implementation="eager")
+    ids = families.prompt(oracle, 7).to(device)
+    generate(model, ids, output_attentions=True, output_hidden_states=True)
+    del stock[:]
+    assert_same(generate(model, ids), generate(oracle, ids))
+    assert len(stock) == LAYERS
+
+
 def test_left_padding_reaches_attention(make: Callable[..., Any], folder: Path, device: str, stock: list[torch.Size]) -> None:
     oracle, model = slot_models.oracle(folder, device=device), make(5)
     ids = families.prompt(oracle, 9).to(device)

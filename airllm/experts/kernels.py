@@ -147,12 +147,14 @@ def _down(
     ids,
     routing,
     pool,
+    residual,
     out,
     stride,
     hidden_width: tl.constexpr,
     width: tl.constexpr,
     top_k: tl.constexpr,
     K: tl.constexpr,
+    RESIDUAL: tl.constexpr,
     ROWS: tl.constexpr,
     COLUMNS: tl.constexpr,
 ):
@@ -176,7 +178,10 @@ def _down(
                 inside = (rows[:, None] < hidden_width) & (at[None, :] < width)
                 products += tl.load(weight_at + at[None, :], mask=inside, other=0.0).to(tl.float32) * x
             total += tl.sum(products, axis=1) * tl.load(routing + pair).to(tl.float32)
-    tl.store(out + token * hidden_width + rows, total.to(out.dtype.element_ty), mask=rows < hidden_width)
+    at = token * hidden_width + rows
+    if RESIDUAL:
+        total += tl.load(residual + at, mask=rows < hidden_width, other=0.0).to(tl.float32)
+    tl.store(out + at, total.to(out.dtype.element_ty), mask=rows < hidden_width)
 
 
 def route(tables: DeviceTables, ids: torch.Tensor, first_key: int, num_experts: int) -> None:
@@ -245,6 +250,7 @@ def down(
     routing: torch.Tensor,
     weights: torch.Tensor,
     out: torch.Tensor,
+    residual: torch.Tensor | None = None,
 ) -> None:
     """See the twin."""
     tokens, top_k, width = inner.shape
@@ -255,11 +261,13 @@ def down(
         ids,
         routing,
         weights,
+        out if residual is None else residual,
         out,
         weights.stride(0),
         hidden_width=hidden_width,
         width=width,
         top_k=top_k,
+        RESIDUAL=residual is not None,
         K=triton.next_power_of_2(top_k),
         ROWS=DOWN_ROWS,
         COLUMNS=DOWN_COLUMNS,
