@@ -66,7 +66,14 @@ class AirLLMPhiMoE(AirLLMBaseModel):
             plan = found.plan_auto(self.config, device, options.max_seq_len)
             log.info("expert_cache_gb: %d slots (%s)", plan.slots, plan.reason)
         runtime, remove_hook = install(
-            model, found, plan, weight_map=weight_map, reader=reader, device=device, pin=options.pin_memory
+            model,
+            found,
+            plan,
+            weight_map=weight_map,
+            reader=reader,
+            device=device,
+            pin=options.pin_memory,
+            policy=options.expert_cache_policy,
         )
         self._resources.callback(runtime.close)
         self._resources.callback(remove_hook)

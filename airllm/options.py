@@ -24,6 +24,7 @@ GIB = 1 << 30
 
 BACKENDS = ("none", "slot")
 ENGINES = ("auto", "plain", "device")
+POLICIES = ("auto", "aged", "lru")
 COMPRESSIONS = ("4bit", "8bit")
 
 _DTYPES = {
@@ -59,6 +60,7 @@ class Options:
 
     ``resident_bytes`` is the number of bytes of decoder layers that may stay on the device, or "all".
     ``expert_cache_engine`` is who serves decoded tokens from the slots; "auto" is "plain" for now.
+    ``expert_cache_policy`` is which expert gives up its slot; "auto" is "aged".
     ``expert_cache_bytes`` is a number of bytes or "auto" with the slot backend, None without it.
     """
 
@@ -84,13 +86,14 @@ class Options:
     expert_cache_bytes: int | str | None = None
     pin_memory: bool = True
     expert_cache_engine: str = "auto"
+    expert_cache_policy: str = "auto"
 
 
 KEYWORDS = (
     "device", "dtype", "max_seq_len", "layer_shards_saving_path", "profiling_mode", "compression", "hf_token",
     "prefetching", "delete_original", "revision", "cache_dir", "local_files_only", "trust_remote_code",
     "attn_implementation", "experts_implementation", "resident_gb", "expert_cache_backend", "expert_cache_gb",
-    "pin_memory", "expert_cache_engine",
+    "pin_memory", "expert_cache_engine", "expert_cache_policy",
 )  # fmt: skip
 _ALIASES = {"token": "hf_token", "torch_dtype": "dtype"}
 
@@ -128,7 +131,8 @@ def parse_options(model_name_or_path: str | os.PathLike[str], **keywords: Any) -
         resident_bytes=resident_bytes,
         expert_cache_backend=backend,
         expert_cache_bytes=cache_bytes,
-        expert_cache_engine=_engine(backend, given.get("expert_cache_engine")),
+        expert_cache_engine=_of_slots("expert_cache_engine", backend, given, ENGINES),
+        expert_cache_policy=_of_slots("expert_cache_policy", backend, given, POLICIES),
         **flags,
     )
 
@@ -186,11 +190,11 @@ def _backend(value: Any) -> str:
     return _choice("expert_cache_backend", value, BACKENDS) or "none"
 
 
-def _engine(backend: str, value: Any) -> str:
-    engine = _choice("expert_cache_engine", value, ENGINES) or "auto"
-    if engine != "auto" and backend != "slot":
-        raise OptionError(f"expert_cache_engine={value!r} has no effect without expert_cache_backend='slot': add it")
-    return engine
+def _of_slots(name: str, backend: str, given: dict[str, Any], choices: tuple[str, ...]) -> str:
+    choice = _choice(name, given.get(name), choices) or "auto"
+    if choice != "auto" and backend != "slot":
+        raise OptionError(f"{name}={choice!r} has no effect without expert_cache_backend='slot': add it")
+    return choice
 
 
 def _flag(name: str, value: Any, default: bool) -> bool:

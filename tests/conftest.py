@@ -39,3 +39,17 @@ def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Callable[..., Path]:
         return made[key]
 
     return build
+
+
+@pytest.fixture(params=["aged", "aged in groups", "lru"])
+def every_policy(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str:
+    """The slot rigs of a test that asks for it run with each policy. In groups: the least number of slots makes several."""
+    import slot_rig
+
+    from airllm.experts import policy
+
+    if request.param == "aged in groups":
+        monkeypatch.setattr(policy, "GROUP_SLOTS", 6)
+    choice = request.param.split()[0]
+    monkeypatch.setattr(slot_rig, "RIG_POLICY", choice)
+    return choice

@@ -31,6 +31,10 @@ def gpu(test: Any) -> Any:
     return test
 
 
+RIG_POLICY = "auto"
+"""What every rig is given; the fixture every_policy changes it."""
+
+
 class Injected(Exception):
     """What the fault experiments raise: no code under test knows it."""
 
@@ -136,7 +140,7 @@ class Rig:
         if transfer is None:
             transfer = StreamTransfer(len(self.pool.blocks), self.device) if on_gpu else LateTransfer()
         self.transfer = transfer
-        self.runtime = SlotExpertRuntime(self.bank, self.pool, transfer, top_k=top_k, layers=layers)
+        self.runtime = SlotExpertRuntime(self.bank, self.pool, transfer, top_k=top_k, layers=layers, policy=RIG_POLICY)
         self.oracles = [module.to(self.device) for module in self.modules.values()]
         self._generator = torch.Generator().manual_seed(7)
 

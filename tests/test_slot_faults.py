@@ -360,22 +360,23 @@ class PoisonTransfer(SyncTransfer):
         super().copy(source, target, place)
 
 
+@pytest.mark.parametrize("policy", ["aged", "lru"])
 @pytest.mark.parametrize("kind", [PoisonTransfer, LateTransfer])
 def test_with_poison_everywhere_no_number_changes(
-    kind: Any, checkpoint: Callable[..., Path], known: Callable[..., Any], monkeypatch: pytest.MonkeyPatch
+    kind: Any, policy: str, checkpoint: Callable[..., Path], known: Callable[..., Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(assembly, "SyncTransfer", kind)
-    model = load(checkpoint("phimoe"), 3)  # its pool is full of NaN
-    evict = runtime(model).policy._evict_oldest
+    model = load(checkpoint("phimoe"), 3, expert_cache_policy=policy)  # its pool is full of NaN
+    admit = runtime(model).policy.admit
 
-    def evict_and_poison() -> bool:
+    def admit_and_poison(key: int, **how: bool) -> int | None:
         before = runtime(model).policy.residents()
-        done = evict()
-        for key in set(before) - set(runtime(model).policy.residents()):
-            runtime(model).pool.poison(before[key])
-        return done
+        slot = admit(key, **how)
+        for lost in set(before) - set(runtime(model).policy.residents()):
+            runtime(model).pool.poison(before[lost])
+        return slot
 
-    monkeypatch.setattr(runtime(model).policy, "_evict_oldest", evict_and_poison)
+    monkeypatch.setattr(runtime(model).policy, "admit", admit_and_poison)
     for n in (0, 4, 1, 5, 0):
         assert torch.equal(answer(model, n), known("cpu", torch.float32)[n])
         check(model)

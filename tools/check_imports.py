@@ -51,6 +51,7 @@ ORDER = (
     "experts.decode_graphs",
     "experts.device_tables",
     "experts.kernel_twins",
+    "experts.route_aged",
     "experts.kernels",
     "experts.step_twins",
     "experts.step_kernels",

@@ -107,6 +107,7 @@ def install(
     reader: TensorReader,
     device: torch.device,
     pin: bool,
+    policy: str = "auto",
     progress: bool = True,
 ) -> tuple[SlotExpertRuntime, Callable[[], None]]:
     """Allocate slots, fill the bank, and swap the experts modules of ``model`` for slot ones.
@@ -118,7 +119,7 @@ def install(
         found.layout, list(found.modules), weight_map, reader, pin=pin and device.type == "cuda", progress=progress
     )
     transfer: Transfer = SyncTransfer() if device.type == "cpu" else StreamTransfer(len(pool.blocks), device)
-    runtime = SlotExpertRuntime(bank, pool, transfer, top_k=found.top_k, layers=len(found.modules))
+    runtime = SlotExpertRuntime(bank, pool, transfer, top_k=found.top_k, layers=len(found.modules), policy=policy)
     for layer, (name, module) in enumerate(found.modules.items()):
         for projection in found.layout.projections:
             module._parameters.pop(projection.name, None)

@@ -19,8 +19,8 @@ from torch.nn.functional import silu
 from airllm.experts import kernel_twins
 from airllm.experts.bank import HostBank
 from airllm.experts.compute import ApplyGate
-from airllm.experts.device_tables import DeviceTables
-from airllm.experts.policy import LruPolicy
+from airllm.experts.device_tables import Counts, tables_for
+from airllm.experts.policy import SlotPolicy
 from airllm.experts.slots import SlotPool
 from airllm.experts.stats import Counters
 from airllm.experts.transfer import Transfer
@@ -78,7 +78,7 @@ class DeviceEngine:
         bank: HostBank,
         pool: SlotPool,
         transfer: Transfer,
-        policy: LruPolicy,
+        policy: SlotPolicy,
         counters: Counters,
         *,
         top_k: int,
@@ -87,7 +87,7 @@ class DeviceEngine:
         self.device = pool.blocks[0].device
         self.ops = ops or kernels_for(self.device)
         self.num_experts, self.top_k = bank.layout.num_experts, top_k
-        self.tables = DeviceTables(bank.experts, pool.plan.slots, MAX_ROWS * top_k, self.device)
+        self.tables = tables_for(policy, bank.experts, pool.plan.scratch, MAX_ROWS * top_k, self.device)
         self.ahead = False  # the tables know more than the policy
         self.stepping = False  # a step is running (or being captured) that calls `experts`
         self._transfer, self._policy, self._counters = transfer, policy, counters
@@ -101,9 +101,9 @@ class DeviceEngine:
         )
 
     def fits(self, rows: int) -> bool:
-        """Whether a call of ``rows`` rows always finds a slot for each of its experts."""
+        """Whether a call of ``rows`` rows always finds a place for each of its experts."""
         most = min(rows * self.top_k, self.num_experts)
-        return rows <= MAX_ROWS and self.tables.slots >= most
+        return rows <= MAX_ROWS and self.tables.most_ids() >= most
 
     def enter(self) -> None:
         """The tables take over from the policy. Waits for every copy and every reader that was started before."""
@@ -111,7 +111,7 @@ class DeviceEngine:
             return
         self._transfer.synchronize()
         self._synchronize()
-        self.tables.upload(self._policy.residents())
+        self.tables.take_over(self._policy)
         self.tables.counts.zero_()
         self.ahead = True
 
@@ -120,10 +120,10 @@ class DeviceEngine:
         if not self.ahead:
             return
         self._synchronize()
-        residents, counts = self.tables.residents(), self.tables.take_counts()
-        self._policy.restore(residents)
+        self.tables.hand_back(self._policy)
+        counts = self.tables.take_counts()
         self._policy.evictions += counts.evictions
-        for name, value in self._as_counters(*counts).items():
+        for name, value in self._as_counters(counts).items():
             setattr(self._counters, name, getattr(self._counters, name) + value)
         self.ahead = False
 
@@ -172,7 +172,7 @@ class DeviceEngine:
         """What ``leave`` would add to the counters, and the residents as they are now. Waits for the device."""
         if not self.ahead:
             return {}
-        counts = self._as_counters(*self.tables.read_counts())
+        counts = self._as_counters(self.tables.read_counts())
         residents = int((self.tables.owner >= 0).sum())
         return {**counts, "resident_experts": residents, "resident_bytes": residents * self._expert_bytes}
 
@@ -187,9 +187,9 @@ class DeviceEngine:
         self.ahead = self.stepping = False
         self._pool = self._bank = self._gate_up = self._down = torch.empty(0)
 
-    def _as_counters(self, hits: int, misses: int, evictions: int) -> dict[str, int]:
-        copied = misses * self._expert_bytes
-        return {"hits": hits, "misses": misses, "evictions": evictions, "h2d_copies": misses, "h2d_bytes": copied}
+    def _as_counters(self, counts: Counts) -> dict[str, int]:
+        copied = counts.misses * self._expert_bytes
+        return {**counts._asdict(), "h2d_copies": counts.misses, "h2d_bytes": copied}
 
     def _synchronize(self) -> None:
         if self.device.type != "cpu":

@@ -9,13 +9,21 @@ from __future__ import annotations
 import torch
 from torch.nn.functional import silu
 
-from airllm.experts.device_tables import FREE, DeviceTables
+from airllm.experts.device_tables import AgedTables, Decisions, DeviceTables
+from airllm.experts.policy import FREE, HABIT_SHIFT, HABIT_USE, LEASED, RECENT_SHIFT, RECENT_USE
 
 NAME = "plain torch"
 
 
-def route(tables: DeviceTables, ids: torch.Tensor, first_key: int, num_experts: int) -> None:
+def route(tables: Decisions, ids: torch.Tensor, first_key: int, num_experts: int) -> None:
     """Decide one layer's call: ``ids`` [T, K]; writes the tables, ``places`` and the miss list. See device_tables."""
+    if isinstance(tables, AgedTables):
+        _route_aged(tables, ids, first_key, num_experts)
+    elif isinstance(tables, DeviceTables):
+        _route_lru(tables, ids, first_key, num_experts)
+
+
+def _route_lru(tables: DeviceTables, ids: torch.Tensor, first_key: int, num_experts: int) -> None:
     flat: list[int] = ids.reshape(-1).tolist()
     used = sorted({e for e in flat if 0 <= e < num_experts})
     now = int(tables.clock)
@@ -44,7 +52,43 @@ def route(tables: DeviceTables, ids: torch.Tensor, first_key: int, num_experts: 
     tables.counts[1] += len(missing)
 
 
-def copy_misses(tables: DeviceTables, bank: torch.Tensor, pool: torch.Tensor, most: int) -> None:
+def _route_aged(tables: AgedTables, ids: torch.Tensor, first_key: int, num_experts: int) -> None:
+    flat: list[int] = ids.reshape(-1).tolist()
+    used = sorted({e for e in flat if 0 <= e < num_experts})
+    layer = slice(first_key, first_key + num_experts)
+    slot_of, owner, habit, recent = tables.slot_of, tables.owner, tables.habit, tables.recent
+    habit[layer] -= habit[layer] >> HABIT_SHIFT
+    recent[layer] -= recent[layer] >> RECENT_SHIFT
+    keys = torch.tensor(used, dtype=torch.int64) + first_key
+    habit[keys] += HABIT_USE
+    recent[keys] += RECENT_USE
+    first, end = tables.spans[first_key // num_experts]
+    holders = owner[first:end]
+    worth = torch.where(holders == FREE, FREE, (habit + recent)[holders.clamp(min=0)])
+    place_of = {e: int(slot_of[first_key + e]) for e in used}
+    missing = [e for e, slot in place_of.items() if slot == FREE]
+    worth[[slot - first for slot in place_of.values() if slot != FREE]] = LEASED
+    bypasses = 0
+    for number, expert in enumerate(missing):
+        key, at = first_key + expert, int(worth.argmin())
+        old = int(owner[first + at])
+        if bypasses < tables.scratch and int(worth[at]) >= int(habit[key] + recent[key]):
+            place_of[expert] = tables.slots + bypasses
+            bypasses += 1
+        else:
+            if old != FREE:
+                slot_of[old] = FREE
+                tables.counts[2] += 1
+            place_of[expert] = first + at
+            slot_of[key], owner[first + at], worth[at] = first + at, key, LEASED
+        tables.miss_key[number], tables.miss_slot[number] = key, place_of[expert]
+    for position, expert in enumerate(flat):
+        tables.places[position] = place_of.get(expert, FREE)
+    tables.miss_count[0] = len(missing)
+    tables.counts += torch.tensor([len(used) - len(missing), len(missing), 0, bypasses])
+
+
+def copy_misses(tables: Decisions, bank: torch.Tensor, pool: torch.Tensor, most: int) -> None:
     """Copy every expert of the miss list (``most`` at most) from ``bank`` [L*E, bytes] to ``pool`` [places, bytes] (uint8)."""
     for number in range(int(tables.miss_count)):
         pool[int(tables.miss_slot[number])].copy_(bank[int(tables.miss_key[number])])

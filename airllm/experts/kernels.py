@@ -10,7 +10,8 @@ import torch
 import triton
 import triton.language as tl
 
-from airllm.experts.device_tables import DeviceTables
+from airllm.experts.device_tables import AgedTables, Decisions, DeviceTables
+from airllm.experts.route_aged import route_aged
 
 NAME = f"triton {triton.__version__}"
 
@@ -184,8 +185,15 @@ def _down(
     tl.store(out + at, total.to(out.dtype.element_ty), mask=rows < hidden_width)
 
 
-def route(tables: DeviceTables, ids: torch.Tensor, first_key: int, num_experts: int) -> None:
+def route(tables: Decisions, ids: torch.Tensor, first_key: int, num_experts: int) -> None:
     """See the twin. One program: a token's decision is a few dozen integers."""
+    if isinstance(tables, AgedTables):
+        route_aged(tables, ids, first_key, num_experts)
+    elif isinstance(tables, DeviceTables):
+        _launch_lru(tables, ids, first_key, num_experts)
+
+
+def _launch_lru(tables: DeviceTables, ids: torch.Tensor, first_key: int, num_experts: int) -> None:
     slots = triton.next_power_of_2(tables.slots)
     _route[(1,)](
         ids,
@@ -209,7 +217,7 @@ def route(tables: DeviceTables, ids: torch.Tensor, first_key: int, num_experts: 
     )
 
 
-def copy_misses(tables: DeviceTables, bank: torch.Tensor, pool: torch.Tensor, most: int) -> None:
+def copy_misses(tables: Decisions, bank: torch.Tensor, pool: torch.Tensor, most: int) -> None:
     """See the twin. ``bank`` is pinned host memory, read by the kernel itself; its address is an argument of the launch."""
     words = pool.shape[1] // 4
     _copy_misses[(COPY_BLOCKS, most)](

@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Collection, Iterator, Sequence
 from dataclasses import dataclass
 
-from airllm.experts.policy import LruPolicy
+from airllm.experts.policy import SlotPolicy
 
 
 @dataclass(frozen=True)
@@ -33,7 +33,7 @@ class PlanCounts:
 
 
 def plan_layer(
-    policy: LruPolicy,
+    policy: SlotPolicy,
     *,
     first_key: int,
     experts: Sequence[int],
@@ -50,15 +50,16 @@ def plan_layer(
         experts: distinct routed experts, ascending.
         admit: those worth a slot even at the cost of an eviction (decoded tokens, and the last tokens of a prompt).
             The others take a free slot while more than ``keep_free`` are free, else pass through scratch.
-        scratch: scratch slots, used in rotation.
+        scratch: scratch slots, used in rotation. When so many of ``admit`` pass through them, the policy must admit the rest.
 
     Leases come first: all hits are leased before any miss looks for a victim, so a miss can never evict what this very
     forward still needs. Two copies into one place never meet within a wave (see :func:`waves`).
     """
     counts = counts or PlanCounts()
+    policy.begin(first_key, {expert for expert in experts if expert in admit})
     slot_of = {expert: policy.lease(first_key + expert) for expert in experts}
     steps: list[Step] = []
-    rotation = 0
+    rotation = refused = 0
     for expert in experts:
         key, slot = first_key + expert, slot_of[expert]
         if slot is not None:
@@ -68,7 +69,7 @@ def plan_layer(
         counts.misses += 1
         wanted = expert in admit
         if wanted or scratch == 0 or policy.free > keep_free:
-            slot = policy.admit(key, cold=not wanted)
+            slot = policy.admit(key, cold=not wanted, must=refused >= scratch)
         if slot is not None:
             steps.append(Step(expert, key, slot, copy=True, cached=True))
             continue
@@ -77,6 +78,7 @@ def plan_layer(
         counts.bypasses += 1
         steps.append(Step(expert, key, policy.slots + rotation % scratch, copy=True, cached=False))
         rotation += 1
+        refused += wanted
     return steps
 
 

@@ -1,26 +1,37 @@
-"""PURE: which expert holds which slot: least recently used, with leases. No torch here.
+"""PURE: which expert holds which slot, with leases: by aged frequency, or least recently used. No torch here.
 
-The table ``expert -> slot`` is the only truth; the free list follows from it, so a table cut short by an interrupt can be
-made whole again (:meth:`LruPolicy.recover`).
+The table ``expert -> slot`` is the only truth; everything else about residency follows from it, so a table cut short by an
+interrupt can be made whole again (:meth:`SlotPolicy.recover`).
 """
 
 from __future__ import annotations
 
 from collections import OrderedDict
-from collections.abc import Iterable, Mapping
+from collections.abc import Collection, Iterable, Mapping, Sequence
+
+AUTO_POLICY = "auto: hits at least as often as one LRU, and below one token's experts too, where that never does"
+FREE, LEASED = -1, 2**31 - 1
+"""What stands for the worth of a slot that holds nothing, and of one that must not be taken."""
+
+GROUP_SLOTS = 512
+"""Layers share slots in groups of at most so many, so that looking for a victim costs the same with any number of slots."""
+HABIT_SHIFT, RECENT_SHIFT = 5, 1
+HABIT_USE, RECENT_USE = 1 << 16, 3 << 16
+"""See :class:`AgedPolicy`; chosen by ``benchmarks/policy_replay.py``, and the same in the kernels."""
 
 
-class LruPolicy:
+class SlotPolicy:
     """Residency of experts in ``slots`` slots. Keys are integers (layer * E + expert); not thread-safe: the runtime locks."""
+
+    name = ""
 
     def __init__(self, slots: int) -> None:
         if slots < 1:
             raise ValueError(f"a policy needs at least 1 slot, got {slots}")
         self.slots = slots
-        self._slot_of: OrderedDict[int, int] = OrderedDict()  # oldest first
-        self._leased: set[int] = set()
-        self._free: list[int] = list(range(slots - 1, -1, -1))
         self.evictions = 0
+        self._slot_of: dict[int, int] = {}
+        self._leased: set[int] = set()
 
     def __len__(self) -> int:
         return len(self._slot_of)
@@ -31,25 +42,107 @@ class LruPolicy:
     @property
     def free(self) -> int:
         """Slots that hold nothing."""
-        return len(self._free)
+        return self.slots - len(self._slot_of)
 
     def residents(self) -> dict[int, int]:
-        """A copy of the table, oldest first."""
+        """A copy of the table."""
         return dict(self._slot_of)
 
+    def begin(self, first_key: int, used: Collection[int]) -> None:
+        """One layer's forward begins, and these of its experts count as used."""
+
     def lease(self, key: int) -> int | None:
-        """The slot of ``key``, leased and made youngest; None when it is not resident."""
+        """The slot of ``key``, leased; None when it is not resident."""
+        raise NotImplementedError
+
+    def admit(self, key: int, *, cold: bool = False, must: bool = False) -> int | None:
+        """A slot for ``key``, which is not resident, leased at once; None when there is none for it.
+
+        ``cold`` experts are admitted for want of anything better and are the next victims. With ``must`` only leases are
+        a reason to refuse.
+        """
+        raise NotImplementedError
+
+    def release_all(self) -> None:
+        """End every lease (one layer's forward is over)."""
+        self._leased.clear()
+
+    def drop(self, keys: Iterable[int]) -> None:
+        """Forget experts whose bytes cannot be trusted; their slots become free. Other leases stay."""
+        for key in keys:
+            self._leased.discard(key)
+            self._slot_of.pop(key, None)
+        self._derive()
+
+    def clear(self) -> None:
+        """Forget every resident."""
+        self._leased.clear()
+        self._slot_of.clear()
+        self._derive()
+
+    def uses(self) -> tuple[list[int], list[int]]:
+        """Copies of the counts by key of a policy that has such: ``habit`` and ``recent``."""
+        return [], []
+
+    def restore(self, residents: Mapping[int, int], habit: Sequence[int] = (), recent: Sequence[int] = ()) -> None:
+        """Take over a table, slot by key, in the order of :meth:`residents`, and :meth:`uses`; no leases."""
+        self._slot_of.clear()
+        self._slot_of.update(residents)
+        self.recover(())
+
+    def recover(self, suspects: Iterable[int]) -> None:
+        """After an exception or interrupt: no leases, ``suspects`` gone, what follows from the table made anew."""
+        self._leased.clear()
+        self.drop(suspects)
+
+    def _derive(self) -> None:
+        """Make everything that follows from the table and the leases anew."""
+        raise NotImplementedError
+
+    def _free_slots(self) -> list[int]:
+        """By the table; the lowest one last, where a stack gives it out first."""
+        owned = set(self._slot_of.values())
+        return [slot for slot in range(self.slots - 1, -1, -1) if slot not in owned]
+
+    def check(self) -> None:
+        """Raise AssertionError when an invariant is broken (used by tests after each step)."""
+        owned = list(self._slot_of.values())
+        if len(set(owned)) != len(owned):
+            raise AssertionError(f"two experts share a slot: {self._slot_of}")
+        if not set(owned) <= set(range(self.slots)):
+            raise AssertionError(f"slots that do not exist: {sorted(owned)} of {self.slots}")
+        if not self._leased <= set(self._slot_of):
+            raise AssertionError(f"leases without a resident: {self._leased - set(self._slot_of)}")
+
+
+class LruPolicy(SlotPolicy):
+    """One pool for all layers; the victim is the least recently used expert. The table is kept oldest first.
+
+    Below T = layers * K slots it gives no hit at all: layers are visited in order, so an expert is evicted before its layer
+    comes round again.
+    """
+
+    name = "least recently used"
+
+    def __init__(self, slots: int) -> None:
+        super().__init__(slots)
+        self._slot_of: OrderedDict[int, int] = OrderedDict()
+        self._derive()
+
+    @property
+    def free(self) -> int:
+        return len(self._free)
+
+    def lease(self, key: int) -> int | None:
+        """As the base class says; ``key`` becomes the youngest."""
         slot = self._slot_of.get(key)
         if slot is not None:
             self._slot_of.move_to_end(key)
             self._leased.add(key)
         return slot
 
-    def admit(self, key: int, *, cold: bool = False) -> int | None:
-        """A slot for ``key``, which is not resident: a free one, else the oldest unleased expert's. Leased at once.
-
-        ``cold`` puts the expert at the old end, where it is the next victim. None when every slot is leased.
-        """
+    def admit(self, key: int, *, cold: bool = False, must: bool = False) -> int | None:
+        """A free slot, else the oldest unleased expert's; ``cold`` puts the expert at the old end."""
         if not self._free and not self._evict_oldest():
             return None
         slot = self._free[-1]
@@ -68,44 +161,128 @@ class LruPolicy:
         self.evictions += 1
         return True
 
-    def release_all(self) -> None:
-        """End every lease (one layer's forward is over)."""
-        self._leased.clear()
-
-    def drop(self, keys: Iterable[int]) -> None:
-        """Forget experts whose bytes cannot be trusted; their slots become free."""
-        for key in keys:
-            self._leased.discard(key)
-            slot = self._slot_of.pop(key, None)
-            if slot is not None:
-                self._free.append(slot)
-
-    def clear(self) -> None:
-        """Forget every resident."""
-        self._leased.clear()
-        self._slot_of.clear()
-        self._free = list(range(self.slots - 1, -1, -1))
-
-    def restore(self, residents: Mapping[int, int]) -> None:
-        """Take over a table, slot by key, oldest first; no leases."""
-        self.clear()
-        self._slot_of.update(residents)
-        self.recover(())
-
-    def recover(self, suspects: Iterable[int]) -> None:
-        """After an exception or interrupt: no leases, ``suspects`` gone, the free list rebuilt from the table."""
-        self._leased.clear()
-        for key in suspects:
-            self._slot_of.pop(key, None)
-        owned = set(self._slot_of.values())
-        self._free = [slot for slot in range(self.slots - 1, -1, -1) if slot not in owned]
+    def _derive(self) -> None:
+        self._free = self._free_slots()
 
     def check(self) -> None:
-        """Raise AssertionError when an invariant is broken (used by tests after each step)."""
-        owned = list(self._slot_of.values())
-        if len(set(owned)) != len(owned):
-            raise AssertionError(f"two experts share a slot: {self._slot_of}")
-        if sorted(owned + self._free) != list(range(self.slots)):
-            raise AssertionError(f"slots lost or doubled: owned {sorted(owned)}, free {sorted(self._free)}")
-        if not self._leased <= set(self._slot_of):
-            raise AssertionError(f"leases without a resident: {self._leased - set(self._slot_of)}")
+        super().check()
+        if sorted(self._free) != sorted(self._free_slots()):
+            raise AssertionError(f"slots lost or doubled: owned {sorted(self._slot_of.values())}, free {sorted(self._free)}")
+
+
+class AgedPolicy(SlotPolicy):
+    """An expert's worth is how often it was used, uses long ago counting less; the victim is the expert of least worth.
+
+    Two counts age at each forward of the expert's layer: ``habit`` by 1/32 and ``recent`` by half. A use adds 1 to the one
+    and 3 to the other, and worth is their sum: experts with a habit stay, and one that was just used gets a chance. A missed
+    expert worth no more than every expert it could replace is not admitted: it passes through scratch ("bypass"). So a small
+    cache is not scanned empty, as one LRU is, when layers come one after the other.
+
+    Source: a count that decays with time is the "combined recency and frequency" of LRFU (Lee et al., IEEE Transactions on
+    Computers 50, 2001), here the sum of two; admission only of what is worth more than the victim is that of TinyLFU
+    (Einziger et al., ACM Transactions on Storage 13, 2017).
+
+    Args:
+        slots: in all.
+        layers, experts: L and E; keys are below L * E.
+    """
+
+    name = "aged frequency"
+
+    def __init__(self, slots: int, layers: int, experts: int) -> None:
+        super().__init__(slots)
+        self.layers, self.experts = layers, experts
+        self.spans = layer_spans(slots, layers)
+        self._forget()
+        self._derive()
+
+    def _forget(self) -> None:
+        keys = self.layers * self.experts
+        self._habit, self._recent = [0] * keys, [0] * keys
+
+    def begin(self, first_key: int, used: Collection[int]) -> None:
+        """The layer's counts age, and ``used`` count up."""
+        habit, recent, slot_of = self._habit, self._recent, self._slot_of
+        for key in range(first_key, first_key + self.experts):
+            habit[key] -= habit[key] >> HABIT_SHIFT
+            recent[key] -= recent[key] >> RECENT_SHIFT
+            if key - first_key in used:
+                habit[key] += HABIT_USE
+                recent[key] += RECENT_USE
+            if key in slot_of and key not in self._leased:
+                self._worth[slot_of[key]] = habit[key] + recent[key]
+
+    def lease(self, key: int) -> int | None:
+        slot = self._slot_of.get(key)
+        if slot is not None:
+            self._leased.add(key)
+            self._worth[slot] = LEASED
+        return slot
+
+    def admit(self, key: int, *, cold: bool = False, must: bool = False) -> int | None:
+        """The lowest free slot of the layer's group, else that of the expert of least worth (the lowest of equals), unless
+        ``key`` is worth no more or ``cold``."""
+        first, end = self.spans[key // self.experts]
+        group = self._worth[first:end]
+        least = min(group)
+        refused = cold or least >= self._habit[key] + self._recent[key]
+        if least == LEASED or (least != FREE and refused and not must):
+            return None
+        slot = first + group.index(least)
+        if least != FREE:
+            del self._slot_of[self._owner[slot]]
+            self.evictions += 1
+        self._slot_of[key] = slot
+        self._owner[slot] = key
+        self._leased.add(key)
+        self._worth[slot] = LEASED
+        return slot
+
+    def release_all(self) -> None:
+        for key in self._leased:
+            self._worth[self._slot_of[key]] = self._habit[key] + self._recent[key]
+        self._leased.clear()
+
+    def clear(self) -> None:
+        """Forget every resident, and every use."""
+        self._forget()
+        super().clear()
+
+    def uses(self) -> tuple[list[int], list[int]]:
+        return self._habit[:], self._recent[:]
+
+    def restore(self, residents: Mapping[int, int], habit: Sequence[int] = (), recent: Sequence[int] = ()) -> None:
+        """As the base class says; counts that are not given stay as they are."""
+        if habit:
+            self._habit, self._recent = list(habit), list(recent)
+        super().restore(residents)
+
+    def _derive(self) -> None:
+        self._worth, self._owner = [FREE] * self.slots, [FREE] * self.slots
+        for key, slot in self._slot_of.items():
+            self._owner[slot] = key
+            self._worth[slot] = LEASED if key in self._leased else self._habit[key] + self._recent[key]
+
+    def check(self) -> None:
+        super().check()
+        kept = self._worth, self._owner
+        self._derive()
+        if kept != (self._worth, self._owner):
+            raise AssertionError(f"worth and owner {kept} contradict the table, by which they are {self._worth, self._owner}")
+        for key, slot in self._slot_of.items():
+            first, end = self.spans[key // self.experts]
+            if not first <= slot < end:
+                raise AssertionError(f"expert {key} lies in slot {slot}, outside of its group's {first} to {end - 1}")
+
+
+def layer_spans(slots: int, layers: int) -> list[tuple[int, int]]:
+    """First slot and end of the group of each layer: consecutive layers share slots in proportion to their number."""
+    groups = min(layers, -(-slots // GROUP_SLOTS))
+    starts = [-(-group * layers // groups) for group in range(groups + 1)]
+    spans = [(slots * first // layers, slots * end // layers) for first, end in zip(starts, starts[1:], strict=False)]
+    return [spans[layer * groups // layers] for layer in range(layers)]
+
+
+def make_policy(choice: str, slots: int, layers: int, experts: int) -> SlotPolicy:
+    """The policy that ``expert_cache_policy`` names: "lru", "aged", or "auto", which is "aged"."""
+    return LruPolicy(slots) if choice == "lru" else AgedPolicy(slots, layers, experts)

@@ -16,7 +16,7 @@ from airllm.experts.compute import ApplyGate, Routing, gated_mlp
 from airllm.experts.decode_graphs import ExpertGraphs
 from airllm.experts.device_engine import DeviceEngine
 from airllm.experts.plan import PlanCounts, Step, plan_layer, waves
-from airllm.experts.policy import LruPolicy
+from airllm.experts.policy import AUTO_POLICY, make_policy
 from airllm.experts.slots import SlotPool
 from airllm.experts.stats import Counters
 from airllm.experts.transfer import Transfer
@@ -61,16 +61,20 @@ class SlotExpertRuntime:
         transfer: how bytes get from one to the other.
         top_k: experts a token is routed to.
         layers: number of layers with experts.
+        policy: "aged" or "lru", or "auto", which is "aged"; see :mod:`airllm.experts.policy`.
 
     One forward at a time; other threads wait. After any exception no lease survives, a place either holds what the table
     says or is empty, and the exception goes on to the caller.
     """
 
-    def __init__(self, bank: HostBank, pool: SlotPool, transfer: Transfer, *, top_k: int, layers: int) -> None:
+    def __init__(
+        self, bank: HostBank, pool: SlotPool, transfer: Transfer, *, top_k: int, layers: int, policy: str = "auto"
+    ) -> None:
         self.bank, self.pool, self.transfer = bank, pool, transfer
         self.top_k, self.layers = top_k, layers
         self.num_experts = bank.layout.num_experts
-        self.policy = LruPolicy(pool.plan.slots)
+        self.policy = make_policy(policy, pool.plan.slots, layers, self.num_experts)
+        self._policy_reason = AUTO_POLICY if policy == "auto" else "as asked"
         self.counters = Counters()
         self.graphs: ExpertGraphs | None = None
         self._recorder: Callable[..., torch.Tensor] | None = None
@@ -268,6 +272,8 @@ class SlotExpertRuntime:
             "pinned_staging_bytes": self.transfer.staging_bytes,
             "generation_disk_expert_reads": self.bank.reads_since_load,
             "budget_reason": plan.reason,
+            "cache_policy": self.policy.name,
+            "cache_policy_reason": self._policy_reason,
             **vars(counters),
             **self._on_device(),
         }

@@ -8,18 +8,20 @@ import pytest
 import torch
 
 from airllm.experts import kernel_twins as twins
-from airllm.experts.device_tables import Counts, DeviceTables
+from airllm.experts import policy as policies
+from airllm.experts.device_tables import AgedTables, Counts, Decisions, DeviceTables, tables_for
 from airllm.experts.plan import PlanCounts, plan_layer
-from airllm.experts.policy import LruPolicy
+from airllm.experts.policy import AgedPolicy, LruPolicy, SlotPolicy
 
 CPU = torch.device("cpu")
 
 
-def step(tables: DeviceTables, policy: LruPolicy, layer: int, ids: torch.Tensor, experts: int, counts: PlanCounts) -> None:
+def step(tables: Decisions, policy: SlotPolicy, layer: int, ids: torch.Tensor, experts: int, counts: PlanCounts) -> None:
     """One layer's call through both, with everything that must be equal after it."""
     twins.route(tables, ids, layer * experts, experts)
     used = sorted(set(ids.reshape(-1).tolist()))
-    steps = plan_layer(policy, first_key=layer * experts, experts=used, admit=set(used), scratch=0, counts=counts)
+    scratch = tables.scratch if isinstance(tables, AgedTables) else 0
+    steps = plan_layer(policy, first_key=layer * experts, experts=used, admit=set(used), scratch=scratch, counts=counts)
     place_of = {each.expert: each.place for each in steps}
     assert tables.places[: ids.numel()].tolist() == [place_of[e] for e in ids.reshape(-1).tolist()]
     missed = int(tables.miss_count)
@@ -46,6 +48,54 @@ def test_thousands_of_random_calls_leave_the_policys_table(layers, experts, top_
             tables.upload(policy.residents())
     assert tables.take_counts() == Counts(counts.hits, counts.misses, policy.evictions)
     assert tables.read_counts() == Counts(0, 0, 0)
+
+
+@pytest.mark.parametrize(
+    ("layers", "experts", "top_k", "slots", "scratch", "group"),
+    [
+        (3, 4, 2, 2, 0, 512),
+        (4, 8, 2, 5, 2, 512),
+        (2, 16, 2, 32, 0, 512),
+        (3, 7, 3, 9, 2, 4),
+        (32, 16, 2, 34, 2, 512),
+        (6, 8, 2, 20, 2, 8),
+    ],
+)
+def test_thousands_of_random_calls_leave_the_aged_policys_table(layers, experts, top_k, slots, scratch, group, monkeypatch):
+    monkeypatch.setattr(policies, "GROUP_SLOTS", group)
+    rng, counts = random.Random(layers * slots), PlanCounts()
+    policy = AgedPolicy(slots, layers, experts)
+    tables = tables_for(policy, layers * experts, scratch, 8 * top_k, CPU)
+    assert isinstance(tables, AgedTables)
+    most_rows = max(rows for rows in range(1, 9) if tables.most_ids() >= min(rows * top_k, experts))
+    popular = [1 / (1 + e) for e in range(experts)]
+    for number in range(1000):
+        rows = rng.randint(1, most_rows) if number % 3 == 0 else 1
+        ids = torch.tensor([skewed(rng, popular, top_k) for _ in range(rows)])
+        step(tables, policy, rng.randrange(layers), ids, experts, counts)
+        policy.check()
+        if number % 50 == 0:
+            tables.check()
+            same(tables, policy)
+        if number % 300 == 299:  # the truth goes over to the policy and back
+            before = policy.residents(), policy.uses()
+            tables.hand_back(policy)
+            policy.check()
+            assert (policy.residents(), policy.uses()) == before
+            tables.take_over(policy)
+    assert tables.take_counts() == Counts(counts.hits, counts.misses, policy.evictions, counts.bypasses)
+    assert counts.hits > 0 and (counts.bypasses > 0) == (scratch > 0)
+
+
+def skewed(rng: random.Random, popular: list[float], top_k: int) -> list[int]:
+    """Distinct experts, the first ones more often."""
+    return sorted(range(len(popular)), key=lambda e: rng.random() ** (1 / popular[e]))[-top_k:]
+
+
+def same(tables: AgedTables, policy: AgedPolicy) -> None:
+    slot_of = {key: slot for key, slot in enumerate(tables.slot_of.tolist()) if slot >= 0}
+    assert slot_of == policy.residents()
+    assert (tables.habit.tolist(), tables.recent.tolist()) == policy.uses()
 
 
 def test_a_policys_order_survives_the_way_there_and_back():

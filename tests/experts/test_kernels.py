@@ -17,9 +17,10 @@ import pytest
 import torch
 
 from airllm.experts import kernel_twins as twins
-from airllm.experts.device_tables import DeviceTables
+from airllm.experts import policy as policies
+from airllm.experts.device_tables import AgedTables, Decisions, DeviceTables
 from airllm.experts.plan import plan_layer
-from airllm.experts.policy import LruPolicy
+from airllm.experts.policy import AgedPolicy, LruPolicy
 
 ROOT = Path(__file__).resolve().parents[2]
 HAS_TRITON = importlib.util.find_spec("triton") is not None
@@ -62,8 +63,9 @@ def routing(rng: random.Random, tokens: int, top_k: int, experts: int) -> torch.
     return torch.tensor(rows, device=DEVICE)
 
 
-def tables_equal(ours: DeviceTables, theirs: DeviceTables) -> None:
-    for name in ("slot_of", "owner", "last_use", "clock", "counts", "miss_count"):
+def tables_equal(ours: Decisions, theirs: Decisions) -> None:
+    state = ("habit", "recent") if isinstance(ours, AgedTables) else ("last_use", "clock")
+    for name in ("slot_of", "owner", "counts", "miss_count", *state):
         assert getattr(ours, name).tolist() == getattr(theirs, name).tolist(), name
     misses = int(ours.miss_count)
     for name in ("miss_key", "miss_slot"):
@@ -98,8 +100,48 @@ def test_routing_follows_the_policy_step_by_step(layers, experts, top_k, slots, 
 
 
 @needs_kernels
-def test_an_id_beyond_the_experts_is_skipped():
-    ours, theirs = DeviceTables(12, 5, 16, DEVICE), DeviceTables(12, 5, 16, torch.device("cpu"))
+@pytest.mark.parametrize(
+    ("layers", "experts", "top_k", "slots", "scratch", "group", "steps"),
+    [
+        (3, 4, 2, 2, 2, 512, 40),
+        (4, 8, 2, 11, 2, 4, 60),
+        (2, 16, 2, 32, 0, 512, 20),
+        (3, 7, 3, 9, 0, 512, 20),
+        (1, 20, 16, 17, 2, 512, 6),
+        (40, 16, 2, 600, 2, 512, 10),
+        (32, 16, 2, 5, 2, 512, 40),
+    ],
+)
+def test_routing_follows_the_aged_policy_step_by_step(layers, experts, top_k, slots, scratch, group, steps, monkeypatch):
+    monkeypatch.setattr(policies, "GROUP_SLOTS", group)
+    steps *= 1 if INTERPRETED else 50
+    rng, policy = random.Random(slots), AgedPolicy(slots, layers, experts)
+    ours = AgedTables(layers, experts, slots, scratch, 8 * top_k, DEVICE)
+    theirs = AgedTables(layers, experts, slots, scratch, 8 * top_k, torch.device("cpu"))
+    most_rows = max(rows for rows in range(1, 9) if ours.most_ids() >= min(rows * top_k, experts))
+    for step in range(steps):
+        layer = step % layers if step < steps // 2 else rng.randrange(min(layers, 4))
+        ids = routing(rng, 1 if step % 2 else rng.randint(1, most_rows), top_k, experts)
+        kernels.route(ours, ids, layer * experts, experts)
+        twins.route(theirs, ids.cpu(), layer * experts, experts)
+        tables_equal(ours, theirs)
+        assert ours.places[: ids.numel()].tolist() == theirs.places[: ids.numel()].tolist()
+        used = sorted(set(ids.reshape(-1).tolist()))
+        plan_layer(policy, first_key=layer * experts, experts=used, admit=set(used), scratch=scratch)
+        policy.release_all()
+        assert (ours.habit.tolist(), ours.recent.tolist()) == policy.uses()
+    ours.check()
+    assert {key: slot for key, slot in enumerate(ours.slot_of.tolist()) if slot >= 0} == policy.residents()
+    assert ours.take_counts().evictions == policy.evictions
+
+
+@needs_kernels
+@pytest.mark.parametrize("aged", [False, True])
+def test_an_id_beyond_the_experts_is_skipped(aged):
+    def tables(device):
+        return AgedTables(3, 4, 5, 2, 16, device) if aged else DeviceTables(12, 5, 16, device)
+
+    ours, theirs = tables(DEVICE), tables(torch.device("cpu"))
     for ids in ([[4, 1]], [[4, 4]], [[0, 1], [4, 0]]):
         index = torch.tensor(ids, device=DEVICE)
         kernels.route(ours, index, 4, 4)

@@ -6,8 +6,9 @@ import random
 
 import pytest
 
+from airllm.experts import policy as policies
 from airllm.experts.plan import PlanCounts, plan_layer, waves
-from airllm.experts.policy import LruPolicy
+from airllm.experts.policy import LruPolicy, make_policy
 
 
 def check_steps(steps, experts, policy, scratch, first_key):
@@ -26,10 +27,12 @@ def check_steps(steps, experts, policy, scratch, first_key):
     assert [s for w in waves(steps, scratch) for s in w] == steps
 
 
+@pytest.mark.parametrize("choice", ["lru", "aged", "aged in groups"])
 @pytest.mark.parametrize("slots", [2, 3, 5, 8, 30])
-def test_random_forwards_keep_every_rule(slots):
-    draw, policy = random.Random(slots), LruPolicy(slots)
+def test_random_forwards_keep_every_rule(slots, choice, monkeypatch):
     num_experts, layers = 8, 3
+    monkeypatch.setattr(policies, "GROUP_SLOTS", 3 if choice == "aged in groups" else 512)
+    draw, policy = random.Random(slots), make_policy(choice, slots, layers, num_experts)
     scratch = 0 if slots >= num_experts * layers else 2
     for _ in range(3000):
         layer = draw.randrange(layers)
@@ -98,8 +101,29 @@ def test_what_decoding_used_outlives_the_experts_a_prompt_left_in_free_slots():
     assert 100 in policy and not {0, 1, 2} & set(policy.residents())
 
 
-def test_a_model_that_fits_whole_needs_no_scratch():
-    policy = LruPolicy(8)
+def test_no_more_decoded_experts_pass_through_scratch_than_it_has_places():
+    """Experts in decode are computed together: a third one would wait for the first to be read."""
+    policy = make_policy("aged", 4, 1, 16)
+    for _ in range(40):
+        plan_layer(policy, first_key=0, experts=[0, 1, 2, 3], admit={0, 1, 2, 3}, scratch=2)
+        policy.release_all()
+    passing = [4, 5, 6, 7]
+    steps = plan_layer(policy, first_key=0, experts=passing, admit=set(passing), scratch=2)
+    assert [(step.place, step.cached) for step in steps] == [(4, False), (5, False), (0, True), (1, True)]
+
+
+def test_a_prompts_fillers_never_evict_what_decoding_used_under_the_aged_policy():
+    policy = make_policy("aged", 4, 1, 16)
+    plan_layer(policy, first_key=0, experts=[0, 1], admit={0, 1}, scratch=2)
+    policy.release_all()
+    steps = plan_layer(policy, first_key=0, experts=list(range(2, 12)), admit={11}, scratch=2, keep_free=1)
+    assert [step.expert for step in steps if step.cached] == [2, 11]
+    assert set(policy.residents()) == {0, 1, 2, 11}
+
+
+@pytest.mark.parametrize("choice", ["lru", "aged"])
+def test_a_model_that_fits_whole_needs_no_scratch(choice):
+    policy = make_policy(choice, 8, 1, 8)
     steps = plan_layer(policy, first_key=0, experts=list(range(8)), admit=set(), scratch=0, keep_free=100)
     assert all(s.cached for s in steps)
 
