@@ -128,6 +128,7 @@ class DecodeStepper:
         self._state: StepState | None = None
         self._active: StepState | None = None
         self._thread: int | None = None
+        self._greedy = False
         self._broken = ""
         self._stream = torch.cuda.Stream(engine.device) if engine.device.type == "cuda" else None
         private.replace_cache_preparation(model, self._prepare)
@@ -157,6 +158,7 @@ class DecodeStepper:
         config, model_kwargs, mode, batch, max_length = call
         batch *= max(config.num_return_sequences or 1, 1)
         self.reason = self._refuse(config, model_kwargs, mode, batch, max_length + 1)
+        self._greedy = getattr(mode, "value", mode) == "greedy_search"
         if not self.reason:
             self._active = self._state_for(batch, max_length + 1)
         if self._active is None:
@@ -211,6 +213,11 @@ class DecodeStepper:
             self._state = state
         state.reset()
         return state
+
+    @property
+    def runs_ahead(self) -> bool:
+        """See `airllm.guard.Stepper`."""
+        return self._greedy and self._active is not None and self._active.begun
 
     # --- one forward ---------------------------------------------------------------------------------------------------
 

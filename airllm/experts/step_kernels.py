@@ -18,10 +18,10 @@ import triton.language as tl
 
 from airllm.experts.step_twins import Norm
 
-PROJECT_ROWS, PROJECT_COLUMNS, PROJECT_WARPS = 4, 4096, 8
+PROJECT_ROWS, PROJECT_COLUMNS, PROJECT_WARPS = 8, 1024, 8
 FEW_OUTPUTS = 256
 """Up to so many outputs (a router's) a program computes one, so that enough programs share the work."""
-ATTEND_POSITIONS = 64
+ATTEND_POSITIONS = 128
 SPLIT_POSITIONS, MAX_SPLITS = 128, 32
 """Positions of the cache that one program attends to, more where that would make more than MAX_SPLITS programs a head."""
 
@@ -268,7 +268,7 @@ def project(
         RESIDUAL=residual is not None,
         KEEP=normed is not None,
         ROWS=rows,
-        COLUMNS=min(PROJECT_COLUMNS, triton.next_power_of_2(inputs)),
+        COLUMNS=min(PROJECT_COLUMNS if rows > 1 else 4096, triton.next_power_of_2(inputs)),
         num_warps=PROJECT_WARPS,
     )
 
