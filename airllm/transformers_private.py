@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import copy
 import functools
+import inspect
 import os
 import tempfile
 import threading
@@ -20,7 +21,13 @@ from typing import Any
 import torch
 import transformers
 from torch import nn
-from transformers import AutoModelForCausalLM, PretrainedConfig, PreTrainedModel, core_model_loading
+from transformers import (
+    AutoModelForCausalLM,
+    AutoModelForImageTextToText,
+    PretrainedConfig,
+    PreTrainedModel,
+    core_model_loading,
+)
 from transformers.conversion_mapping import get_model_conversion_mapping
 from transformers.monkey_patching import patch_output_recorders
 
@@ -38,17 +45,20 @@ def causal_lm_class(
 ) -> tuple[type[PreTrainedModel], PretrainedConfig]:
     """The class ``AutoModelForCausalLM.from_pretrained`` would pick, and the configuration that class wants.
 
+    A model that transformers has only together with what sees or hears is that model, whole: its text alone works too.
+
     A configuration class that transformers knows always gets transformers' own model, whatever ``auto_map`` says.
     """
     from transformers.models.auto import auto_factory
 
-    mapping = AutoModelForCausalLM._model_mapping
-    if type(config) in mapping:
-        cls = auto_factory._get_model_class(config, mapping)
-        text_config = config.sub_configs.get("text_config")
-        if text_config is not None and getattr(cls, "config_class", None) is text_config:
-            config = config.get_text_config()
-        return cls, config
+    for auto in (AutoModelForCausalLM, AutoModelForImageTextToText):
+        mapping = auto._model_mapping
+        if type(config) in mapping:
+            cls = auto_factory._get_model_class(config, mapping)
+            text_config = config.sub_configs.get("text_config")
+            if text_config is not None and getattr(cls, "config_class", None) is text_config:
+                config = config.get_text_config()
+            return cls, config
     reference = (getattr(config, "auto_map", None) or {}).get("AutoModelForCausalLM")
     if reference is None or not trust_remote_code or folder is None:
         raise UnsupportedModelError(
@@ -251,16 +261,36 @@ def tie(model: PreTrainedModel, missing: set[str]) -> None:
     model.tie_weights(missing_keys=set(missing), recompute_mapping=False)
 
 
+def layer_configs(config: PretrainedConfig) -> list[Any]:
+    """The configuration of each decoder layer: since 5.20 layers may have heads and widths of their own."""
+    text: Any = config.get_text_config()
+    own = getattr(text, "per_layer_config", None)
+    return [text] * text.num_hidden_layers if own is None else list(own)
+
+
 # --- experts ----------------------------------------------------------------------------------------------------------
 
 
 def expert_modules(model: nn.Module) -> list[tuple[str, nn.Module]]:
-    """The fused experts modules: those of a class under transformers' experts interface, with a 3-D parameter."""
-    return [
-        (name, module)
-        for name, module in model.named_modules()
-        if hasattr(type(module), "_apply_gate") and any(p.dim() == 3 for p in module.parameters(recurse=False))
-    ]
+    """The fused experts modules: a down projection with an expert axis beside one that leads into the experts."""
+    return [(name, module) for name, module in model.named_modules() if _is_experts(module)]
+
+
+def _is_experts(module: nn.Module) -> bool:
+    own = module._parameters
+    down, into = own.get("down_proj"), own.get("gate_up_proj", own.get("up_proj"))
+    return down is not None and into is not None and down.dim() == into.dim() == 3
+
+
+def call_arguments(module: nn.Module) -> list[str]:
+    """The names of a module's arguments, of its own forward below transformers' dispatch between implementations."""
+    forward = inspect.unwrap(type(module).forward)
+    return list(inspect.signature(forward).parameters)[1:]
+
+
+def own_experts_forward(module: nn.Module) -> Callable[..., torch.Tensor]:
+    """transformers' eager forward of an experts module, below its dispatch between implementations: unbound."""
+    return inspect.unwrap(type(module).forward)
 
 
 # --- generation -------------------------------------------------------------------------------------------------------

@@ -11,7 +11,7 @@ from typing import Any
 import torch
 
 from airllm.experts.bank import HostBank
-from airllm.experts.compute import ApplyGate, Routing, gated_mlp
+from airllm.experts.compute import ExpertMath, Routing
 from airllm.experts.decode_graphs import ExpertGraphs, GraphedRouter
 from airllm.experts.device_engine import DeviceEngine
 from airllm.experts.plan import PlanCounts, Step, plan_layer, waves
@@ -35,7 +35,7 @@ class LayerCall:
     hidden: torch.Tensor
     index: torch.Tensor
     weights: torch.Tensor
-    apply_gate: ApplyGate
+    math: ExpertMath
 
 
 @dataclass(frozen=True, slots=True)
@@ -67,13 +67,17 @@ class SlotExpertRuntime:
     def __init__(self, bank: HostBank, pool: SlotPool, transfer: Transfer, *, top_k: int, layers: int) -> None:
         self.bank, self.pool, self.transfer = bank, pool, transfer
         self.top_k, self.layers = top_k, layers
-        self.num_experts = bank.layout.num_experts
+        self.layout, self.num_experts = bank.layout, bank.layout.num_experts
+        self._first_keys = bank.layout.first_keys
+        self._views = [pool.views_as(layout) for layout in bank.layout.layers]
         self.policy = LruPolicy(pool.plan.slots)
         self.counters = Counters()
         self.graphs: ExpertGraphs | None = None
         self.routers: list[GraphedRouter] = []
         self.engine: DeviceEngine | None = None
         self._sources = bank.blocks()
+        # Experts of smaller layers fill only the front of a place.
+        self._fronts = None if bank.layout.uniform else [block.nbytes for block in self._sources]
         self._shape = ForwardShape()
         # Experts that are in the table although their copy is not under way yet: not to be believed when a forward fails.
         self._suspects: set[int] = set()
@@ -87,7 +91,7 @@ class SlotExpertRuntime:
         self._shape = ForwardShape(batch, sequence, last_rows)
 
     def run(
-        self, layer: int, hidden: torch.Tensor, index: torch.Tensor, weights: torch.Tensor, apply_gate: ApplyGate
+        self, layer: int, hidden: torch.Tensor, index: torch.Tensor, weights: torch.Tensor, math: ExpertMath
     ) -> torch.Tensor:
         """The experts' part of one layer: ``hidden`` [T, H], ``index`` and ``weights`` [T, K]; gives [T, H].
 
@@ -99,13 +103,15 @@ class SlotExpertRuntime:
                     return self.engine.experts(layer, hidden, index, weights)
                 self.engine.leave()
             try:
-                return self._run_once(LayerCall(layer, hidden, index, weights, apply_gate))
+                return self._run_once(LayerCall(layer, hidden, index, weights, math))
             except torch.OutOfMemoryError:
                 self.counters.oom_retries += 1
                 torch.cuda.empty_cache()
-            return self._run_once(LayerCall(layer, hidden, index, weights, apply_gate))
+            return self._run_once(LayerCall(layer, hidden, index, weights, math))
 
     def _run_once(self, call: LayerCall) -> torch.Tensor:
+        if call.index.shape[-1] > self.top_k:
+            self.top_k = call.index.shape[-1]
         if self._unfinished:  # an interrupt cut the recovery from another one short
             self._recover()
         self._unfinished = True
@@ -125,7 +131,7 @@ class SlotExpertRuntime:
         self._unfinished = False
 
     def _plan(self, call: LayerCall, experts: list[int], admit: set[int]) -> list[Step]:
-        first_key = call.layer * self.num_experts
+        first_key = self._first_keys[call.layer]
         self._suspects.update(key for e in experts if (key := first_key + e) not in self.policy)
         counts, evictions = PlanCounts(), self.policy.evictions
         steps = plan_layer(
@@ -148,30 +154,34 @@ class SlotExpertRuntime:
     def _copy(self, steps: Iterable[Step]) -> None:
         for step in steps:
             if step.copy:
-                self.transfer.copy(self._sources[step.key], self.pool.blocks[step.place], step.place)
+                source, place = self._sources[step.key], self.pool.blocks[step.place]
+                self.transfer.copy(source, place if self._fronts is None else place[: self._fronts[step.key]], step.place)
                 self._suspects.discard(step.key)
                 self.counters.h2d_copies += 1
-                self.counters.h2d_bytes += self.pool.plan.expert_bytes
+                self.counters.h2d_bytes += source.nbytes
 
     def _one_token(self, call: LayerCall) -> torch.Tensor:
         graphs = self._fitting_graphs(call)
         if graphs is not None:
             graphs.load(call.hidden, call.weights)  # enqueued before the read-back, so that it costs no waiting
-        total = torch.zeros_like(call.hidden) if graphs is None else graphs.total
+        total = call.math.start(call.hidden, call.weights) if graphs is None else graphs.total
         chosen: list[int] = call.index.tolist()[0]  # the one read-back of the layer
-        experts = sorted({e for e in chosen if e != self.num_experts})
-        steps = self._plan(call, experts, set(experts))
-        self._copy(steps)
-        for step in steps:
-            self.transfer.wait(step.place)
-            for k in (k for k, e in enumerate(chosen) if e == step.expert):
+        routed = sorted(e for e in chosen if e < self.layout.layers[call.layer].num_experts)
+        experts = sorted(set(routed))
+        if len(experts) < len(routed):  # an expert chosen twice gets both rows in one product, as in transformers
+            return self._many_tokens(call)
+        for wave in waves(self._plan(call, experts, set(experts)), self.pool.plan.scratch):
+            self._copy(wave)
+            for step in wave:
+                self.transfer.wait(step.place)
+                k = chosen.index(step.expert)
                 if graphs is not None:
                     graphs.replay(step.place, k)
                 else:
-                    result = gated_mlp(call.hidden, self.pool.views[step.place], call.apply_gate) * call.weights[:, k, None]
-                    total.add_(result.to(total.dtype))
-            self.transfer.done_reading(step.place)
-        return total if graphs is None else total.clone()
+                    views = self._views[call.layer][step.place]
+                    total.add_(call.math.weighted(call.hidden, views, call.weights[:, k, None]).to(total.dtype))
+                self.transfer.done_reading(step.place)
+        return total.clone() if graphs is not None else total.to(call.hidden.dtype)
 
     def _fitting_graphs(self, call: LayerCall) -> ExpertGraphs | None:
         graphs = self.graphs
@@ -181,12 +191,12 @@ class SlotExpertRuntime:
 
     def _many_tokens(self, call: LayerCall) -> torch.Tensor:
         tokens = call.hidden.shape[0]
-        total = torch.zeros_like(call.hidden)
         if tokens == 0:
-            return total
+            return torch.zeros_like(call.hidden)
+        total = call.math.start(call.hidden, call.weights)
         shape = self._shape
         last_rows = shape.last_rows if tokens == shape.batch * shape.sequence else None
-        routing = Routing(call.index, self.num_experts, last_rows)
+        routing = Routing(call.index, self.layout.layers[call.layer].num_experts, last_rows)
         pending = waves(self._plan(call, routing.experts, routing.last_experts), self.pool.plan.scratch)
         wave = next(pending, [])
         self._copy(wave)
@@ -194,7 +204,7 @@ class SlotExpertRuntime:
             following = next(pending, [])
             self._compute_wave(wave, following, call, routing, total)
             wave = following
-        return total
+        return total.to(call.hidden.dtype)
 
     def _compute_wave(
         self, wave: list[Step], following: list[Step], call: LayerCall, routing: Routing, total: torch.Tensor
@@ -205,7 +215,8 @@ class SlotExpertRuntime:
         by_place = {step.place: step for step in following if not step.cached}
         for step in wave:
             self.transfer.wait(step.place)
-            routing.add_expert(total, step.expert, call.hidden, call.weights, self.pool.views[step.place], call.apply_gate)
+            views = self._views[call.layer][step.place]
+            routing.add_expert(total, step.expert, call.hidden, call.weights, views, call.math)
             self.transfer.done_reading(step.place)
             if step.place in by_place:
                 self._copy([by_place.pop(step.place)])
@@ -267,7 +278,7 @@ class SlotExpertRuntime:
             for router in self.routers:
                 router.remove()
             self.graphs, self.routers = None, []
-            self._sources = ()
+            self._sources, self._views = (), []
             self.policy.clear()
             self.pool.close()
             self.bank.close()
