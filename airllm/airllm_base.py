@@ -19,6 +19,7 @@ from airllm.layer_files import find_or_create_split, split_folder
 from airllm.locate import locate
 from airllm.options import DEFAULT_DEVICE, Options, parse_options
 from airllm.profiler import LayeredProfiler, progress_bar
+from airllm.quantised import quantisation_of
 from airllm.skeleton import (
     assert_no_meta,
     build_skeleton,
@@ -186,7 +187,8 @@ class AirLLMBaseModel(SlotBackend):
             trust_remote_code=trust_remote_code,
             folder=self.model_local_path,
         )
-        return model, build_weight_map(model, index, dtype=dtype), reader
+        quantisation = quantisation_of(self.config)
+        return model, build_weight_map(model, index, dtype=dtype, quantisation=quantisation), reader
 
     def _open_weights(self) -> tuple[CheckpointIndex, TensorReader]:
         """The files as they are; a split of them when it was asked for, or when nothing else can be streamed."""

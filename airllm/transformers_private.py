@@ -177,11 +177,11 @@ class Conversions:
     Some renamings remember which keys they have seen, so keys must be passed once each, in the order of `natural_key`.
     """
 
-    def __init__(self, model: PreTrainedModel, wanted: dict[str, torch.Tensor]) -> None:
+    def __init__(self, model: PreTrainedModel, wanted: dict[str, torch.Tensor], quantiser: Any = None) -> None:
         self._model = model
         self._prefix = model.base_model_prefix
         self._wanted = wanted
-        mapping = get_model_conversion_mapping(model)
+        mapping = get_model_conversion_mapping(model, None, quantiser)
         self._renamings = [entry for entry in mapping if isinstance(entry, core_model_loading.WeightRenaming)]
         self._converters = [entry for entry in mapping if isinstance(entry, core_model_loading.WeightConverter)]
         self._by_pattern = {pattern: entry for entry in self._converters for pattern in entry.source_patterns}
@@ -222,7 +222,7 @@ def layout_of(converter: Any) -> str | None:
     order of the source patterns. ``"join"``: the sources fill the rows of the target. None: anything else.
     """
     ops = converter.operations
-    if len(converter.target_patterns) != 1:
+    if len(converter.target_patterns) != 1 or not ops:
         return None
     kinds = [(type(op), getattr(op, "dim", None)) for op in ops]
     stack = (core_model_loading.MergeModulelist, 0)
@@ -233,6 +233,43 @@ def layout_of(converter: Any) -> str | None:
     if kinds == [(core_model_loading.Concatenate, 0)]:
         return "join"
     return None
+
+
+def by_expert(converter: Any) -> str | None:
+    """How one expert's part of the result can be made from that expert's sources alone.
+
+    ``"listed"``: each source pattern lists a tensor per expert. ``"stacked"``: each source has the expert axis first. None:
+    the operations look across experts, or cannot be told not to.
+    """
+    ops = [op for op in converter.operations if not _dequantises(op)]
+    if len(converter.target_patterns) != 1:
+        return None
+    listed = bool(ops) and isinstance(ops[0], core_model_loading.MergeModulelist) and ops[0].dim == 0
+    rest = ops[1:] if listed else ops
+    if not all(_within_expert(op) for op in rest):
+        return None
+    return "listed" if listed else "stacked"
+
+
+def _within_expert(op: Any) -> bool:
+    """Whether an operation leaves the first axis alone."""
+    axes = [getattr(op, name) for name in ("dim", "dim0", "dim1") if hasattr(op, name)]
+    return bool(axes) and all(axis > 0 for axis in axes)
+
+
+def _dequantises(op: Any) -> bool:
+    return getattr(op, "hf_quantizer", None) is not None
+
+
+def takes_stored_dtype(converter: Any) -> bool:
+    """Whether a converter wants its sources as they are stored: it dequantises them."""
+    return any(_dequantises(op) for op in converter.operations)
+
+
+def leaves_alone(converter: Any, shape: tuple[int, ...], wanted: tuple[int, ...]) -> bool:
+    """Whether a single source of this shape, stored unquantised, goes through a converter unchanged."""
+    ops = [op for op in converter.operations if not _dequantises(op)]
+    return shape == wanted and all(getattr(op, "check_dims", False) for op in ops)
 
 
 def not_reported(model: PreTrainedModel, missing: set[str], unexpected: set[str]) -> tuple[set[str], set[str]]:

@@ -65,7 +65,7 @@ SPECIAL: dict[str, dict[str, Any]] = {
     "bailing_hybrid": _SAME_HEADS | {"layer_types": _MIXED, "n_group": 1},
     "dbrx": {
         "attn_config": {"kv_n_heads": 2, "rope_theta": 10000.0, "clip_qkv": 8.0},
-        "ffn_config": {"hidden_size": 32, "moe_num_experts": 6, "moe_top_k": 3},
+        "ffn_config": {"hidden_size": 32, "ffn_hidden_size": 32, "moe_num_experts": 6, "moe_top_k": 3},
     },
     "deepseek_ocr2": {"text_config": _SAME_HEADS | {"mlp_layer_types": _ONE_DENSE}},
     "deepseek_v32": _SAME_HEADS,
@@ -156,6 +156,8 @@ def shrunk(kind: type[PretrainedConfig], special: dict[str, Any], sizes: dict[st
         if name not in special and hasattr(part, "sub_configs"):
             chosen[name] = shrunk(part, {}, SIZES if "text" in name else VISION_SIZES)
     for name, value in special.items():
+        if value is _MIXED and (kind().layer_types or [""])[0] == "mamba":
+            value = ["mamba" if each == "linear_attention" else "attention" for each in _MIXED]  # the names before 5.10
         if isinstance(value, dict) and hasattr(kind.sub_configs.get(name), "sub_configs"):
             value = shrunk(kind.sub_configs[name], value, SIZES if "text" in name else VISION_SIZES)
         chosen[name] = value

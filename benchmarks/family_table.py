@@ -3,8 +3,8 @@
 
     python benchmarks/family_table.py --json out.json                 # all of them, minutes on a CPU
     python benchmarks/family_table.py --only mixtral,qwen3_moe
-    python benchmarks/family_table.py --write                         # docs/FAMILIES.md and README.md from committed JSON
-    python benchmarks/family_table.py --check                         # exit 1 when they do not say what the JSON says
+
+`benchmarks/family_docs.py` makes docs/FAMILIES.md and the README's list of models out of the JSON.
 
 For each file transformers builds a tiny random model and saves it; `AutoModel` loads it with slots on the CPU at three
 budgets: the experts of one token, one more, all. Exact means: float32 logits of a prompt equal transformers' eager experts
@@ -123,7 +123,7 @@ def answers(model: Any, ids: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     mask = torch.ones_like(ids)
     logits = model(input_ids=ids, attention_mask=mask).logits
     tokens = model.generate(ids, attention_mask=mask, max_new_tokens=TOKENS, min_new_tokens=TOKENS, do_sample=False)
-    return logits, tokens
+    return logits, getattr(tokens, "sequences", tokens)
 
 
 def differs(ours: tuple[torch.Tensor, torch.Tensor], theirs: tuple[torch.Tensor, torch.Tensor]) -> str:

@@ -28,6 +28,7 @@ ORDER = (
     "bin_files",
     "compression",
     "transformers_private",
+    "quantised",
     "weight_sources",
     "weight_map",
     "skeleton",
