@@ -51,10 +51,15 @@ class SlotBackend:
     def _finish(self, model: PreTrainedModel, forward_guard: guard.ForwardGuard) -> None:
         raise NotImplementedError
 
+    @classmethod
+    def experts_of(cls, model: PreTrainedModel) -> ExpertsFound:
+        """What slots would hold of ``model`` (on meta). Raises UnsupportedModelError where they cannot serve it."""
+        return ExpertsFound.of(model, cls._top_k)
+
     def _load_slots(self) -> None:
         options, device = self.options, self.options.device
         model, weight_map, reader = self._build("eager", options.trust_remote_code)
-        found = ExpertsFound.of(model, self._top_k)
+        found = self.experts_of(model)
         plan = None
         if isinstance(options.expert_cache_bytes, int):
             plan = found.plan(options.expert_cache_bytes)  # before anything is taken: a budget too small costs nothing

@@ -116,8 +116,7 @@ def workspace_bytes(config: Any, tokens: int, layout: ModelLayout) -> int:
     expert product, one row of logits in float32 and in the model's dtype."""
     config = config.get_text_config()
     itemsize = layout.projections[0].dtype.itemsize
-    widest = max(max(projection.shape) for layer in layout.layers for projection in layer.projections)
-    return tokens * itemsize * (12 * config.hidden_size + 2 * widest) + config.vocab_size * (4 + itemsize)
+    return tokens * itemsize * (12 * config.hidden_size + 2 * layout.widest) + config.vocab_size * (4 + itemsize)
 
 
 def install(

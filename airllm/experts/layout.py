@@ -147,6 +147,11 @@ class ModelLayout:
         return layer, key - self.first_keys[layer]
 
     @property
+    def widest(self) -> int:
+        """The longest side of any projection: no product within an expert is wider."""
+        return max(max(projection.shape) for layer in set(self.layers) for projection in layer.projections)
+
+    @property
     def total_bytes(self) -> int:
         """Bytes of all experts."""
         return sum(layout.num_experts * layout.expert_bytes for layout in self.layers)
