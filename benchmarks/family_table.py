@@ -55,7 +55,7 @@ class Row:
     seconds: float = 0.0
 
 
-def run_family(family: Family) -> Row:
+def run_family(family: Family, dtype: torch.dtype = torch.float32) -> Row:
     """Build, save, load and compare one family."""
     started = time.perf_counter()
     row = Row(family.folder, family.model_type, "", "not built")
@@ -63,9 +63,10 @@ def run_family(family: Family) -> Row:
         if family.kind is None:
             row.outcome, row.reason = "refused", "no class that generates text from token ids alone"
             return row
-        model = family_models.make_model(family)
+        model = family_models.make_model(family).to(dtype)
         row.model_class = type(model).__name__
         with tempfile.TemporaryDirectory() as folder:
+            model.config.dtype = dtype
             model.save_pretrained(folder)
             compare(family, Path(folder), row)
     except AirLLMError as error:
@@ -138,6 +139,7 @@ def differs(ours: tuple[torch.Tensor, torch.Tensor], theirs: tuple[torch.Tensor,
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--only", help="comma-separated folders of transformers/models")
+    parser.add_argument("--dtype", default="float32", help="of the checkpoint; the committed tables are float32")
     parser.add_argument("--json", type=Path, help="where to write the rows")
     parser.add_argument("--verbose", action="store_true", help="tracebacks of errors")
     options = parser.parse_args()
@@ -147,7 +149,7 @@ def main() -> int:
     rows = []
     for family in family_models.families():
         if only is None or family.folder in only:
-            rows.append(run_family(family))
+            rows.append(run_family(family, getattr(torch, options.dtype)))
             row = rows[-1]
             print(f"{row.outcome:9} {row.folder:22} {row.model_class:34} {row.seconds:5.1f} s  {row.reason}", flush=True)
     outcomes = [row.outcome for row in rows]

@@ -25,6 +25,7 @@ EXACT = [
     "deepseek_v3",  # a dense first layer, shared experts, groups
     "deepseek_v4",
     "ernie4_5_moe",
+    "ernie4_5_vl_moe",  # experts of two sizes
     "gemma4",
     "glm4_moe",
     "gpt_oss",  # transposed, interleaved, biases
