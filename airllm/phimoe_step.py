@@ -124,10 +124,8 @@ class PhiMoEStep:
         ops.project(hidden, weights.qkv, weights.qkv_bias, qkv, norm=weights.attention_norm)
         attended = hidden.new_empty(batch, weights.output.shape[1])
         keys, values = state.cache.memory(number)
-        scale = keys.shape[-1] ** -0.5
-        ops.attend(
-            qkv, cos, sin, keys, values, state.slot, state.padding, attended, heads=self._heads, window=state.window, scale=scale
-        )
+        look = {"heads": self._heads, "window": state.window, "scale": keys.shape[-1] ** -0.5}
+        ops.attend(qkv, cos, sin, keys, values, state.slot, state.padding, attended, **look)
         between = torch.empty_like(hidden)
         ops.project(attended, [weights.output], [weights.output_bias], between, residual=hidden)
         normed = torch.empty_like(between, dtype=self._dtype)

@@ -128,7 +128,7 @@ class _Cuts:
         self.places.append("experts")
         self.expert_layer, self.index = layer, index
         self.begin()
-        return torch.zeros_like(hidden) if graphs is None else graphs.total
+        return torch.zeros_like(hidden) if graphs is None else graphs.total.to(hidden.dtype)
 
 
 class RecordedLayer:

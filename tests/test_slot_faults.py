@@ -25,6 +25,7 @@ from transformers.generation.stopping_criteria import StoppingCriteria, Stopping
 from airllm import airllm_phimoe
 from airllm.errors import AirLLMError
 from airllm.experts import assembly
+from airllm.experts.compute import ExpertMath
 from airllm.experts.transfer import StreamTransfer, SyncTransfer
 
 PROMPT, NEW = 20, 5
@@ -89,7 +90,7 @@ class Fault:
             for module in model.model.modules():
                 if isinstance(module, assembly.SlotExperts):
                     gate = module.apply_gate
-                    patch.setattr(module, "apply_gate", lambda z, gate=gate: (self.fire(), gate(z))[1])
+                    patch.setattr(module, "math", ExpertMath(lambda z, gate=gate: (self.fire(), gate(z))[1]))
         elif point == "before copy":
             patch.setattr(used, "_copy", lambda steps: (self.fire(), copy(steps))[1])
         else:

@@ -15,7 +15,7 @@ from typing import Any
 
 import torch
 
-from airllm.experts.compute import ApplyGate, gated_mlp
+from airllm.experts.compute import ExpertMath
 
 log = logging.getLogger(__name__)
 
@@ -85,23 +85,22 @@ class ExpertGraphs:
         self,
         pool: GraphPool,
         views: Sequence[Sequence[torch.Tensor]],
+        hidden_width: int,
         top_k: int,
-        apply_gate: ApplyGate,
+        math: ExpertMath,
         weight_dtype: torch.dtype,
     ) -> None:
-        self.apply_gate = apply_gate
-        hidden_width, dtype, device = views[0][1].shape[0], views[0][1].dtype, pool.device
-        self.row = torch.zeros(1, hidden_width, dtype=dtype, device=device)
-        self.total = torch.zeros_like(self.row)
-        self.weights = torch.zeros(1, top_k, dtype=weight_dtype, device=device)
+        self.math = math
+        self.row = torch.zeros(1, hidden_width, dtype=views[0][0].dtype, device=pool.device)
+        self.weights = torch.zeros(1, top_k, dtype=weight_dtype, device=pool.device)
+        self.total = math.start(self.row, self.weights)
         self._graphs = [
-            [pool.record(partial(self._add, place_views, k, apply_gate), warm_up=place == k == 0) for k in range(top_k)]
+            [pool.record(partial(self._add, place_views, k), warm_up=place == k == 0) for k in range(top_k)]
             for place, place_views in enumerate(views)
         ]
 
-    def _add(self, views: Sequence[torch.Tensor], k: int, apply_gate: ApplyGate) -> None:
-        result = gated_mlp(self.row, views, apply_gate) * self.weights[:, k, None]
-        self.total.add_(result.to(self.total.dtype))
+    def _add(self, views: Sequence[torch.Tensor], k: int) -> None:
+        self.total.add_(self.math.weighted(self.row, views, self.weights[:, k, None]).to(self.total.dtype))
 
     def fit(self, hidden: torch.Tensor, weights: torch.Tensor) -> bool:
         """Whether this token is of the kind that was recorded."""

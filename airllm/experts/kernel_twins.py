@@ -117,7 +117,8 @@ def down(
     out: torch.Tensor,
     residual: torch.Tensor | None = None,
 ) -> None:
-    """``out`` [T, H] = ``residual`` [T, H] + sum over a token's experts, ascending, of routing weight * down projection of ``inner`` [T, K, I].
+    """``out`` [T, H] = ``residual`` [T, H] + sum over a token's experts, ascending, of routing weight * down projection of
+    ``inner`` [T, K, I].
 
     ``places`` [T*K], ``ids`` and ``routing`` [T, K], ``weights`` [places, H, I] a view of the pool. Sums in float32.
     """

@@ -1,4 +1,4 @@
-"""What the kernels of :mod:`airllm.experts.step_kernels` compute, in plain torch: their oracle, and their stand-in on the CPU."""
+"""What the kernels of :mod:`airllm.experts.step_kernels` compute, in plain torch: their oracle, and what runs on the CPU."""
 
 from __future__ import annotations
 

@@ -14,7 +14,7 @@ import torch
 from slot_rig import DEVICES, LAYERS, Rig, gpu
 from tape_pool import Tape, TapePool
 
-from airllm.experts.compute import gated_mlp
+from airllm.experts.compute import ExpertMath, gated_mlp
 from airllm.experts.decode_graphs import ExpertGraphs, GraphPool
 
 
@@ -25,7 +25,7 @@ def pool_for(device: str) -> Any:
 def graphed(rig: Rig, weight_dtype: torch.dtype | None = None) -> Rig:
     gate = rig.oracles[0]._apply_gate
     pool = pool_for(str(rig.device))
-    rig.runtime.graphs = ExpertGraphs(pool, rig.pool.views, rig.top_k, gate, weight_dtype or rig.dtype)
+    rig.runtime.graphs = ExpertGraphs(pool, rig.pool.views, slot_rig.HIDDEN, rig.top_k, ExpertMath(gate), weight_dtype or rig.dtype)
     return rig
 
 
@@ -48,7 +48,7 @@ def test_a_graph_belongs_to_one_place_and_one_of_the_tokens_weights() -> None:
         for view in views:
             view.fill_(0.01 * (place + 1))
     gate = rig.oracles[0]._apply_gate
-    graphs = ExpertGraphs(pool_for("cpu"), rig.pool.views, 2, gate, rig.dtype)
+    graphs = ExpertGraphs(pool_for("cpu"), rig.pool.views, slot_rig.HIDDEN, 2, ExpertMath(gate), rig.dtype)
     hidden, weights = torch.randn(1, slot_rig.HIDDEN), torch.tensor([[0.5, 2.0]])
     for place in range(5):
         for k in range(2):
@@ -68,7 +68,8 @@ def test_one_warm_up_and_a_graph_for_every_place_and_weight() -> None:
             return super().record(work, warm_up)
 
     rig = Rig(3)
-    ExpertGraphs(Noted(rig.device), rig.pool.views, 2, rig.oracles[0]._apply_gate, rig.dtype)  # type: ignore[arg-type]
+    math = ExpertMath(rig.oracles[0]._apply_gate)
+    ExpertGraphs(Noted(rig.device), rig.pool.views, slot_rig.HIDDEN, 2, math, rig.dtype)  # type: ignore[arg-type]
     assert warm_ups == [True] + [False] * 9
 
 
