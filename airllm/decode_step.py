@@ -31,7 +31,7 @@ log = logging.getLogger(__name__)
 CAPACITY_STEP = 256
 """Caches come in multiples of this many positions, so that calls of like length share one recording."""
 MAX_CACHE_BYTES = 2**30
-_MODES = ("greedy_search", "sample")
+_MODES = ("greedy_search", "sample", "beam_search", "beam_sample")
 _ATTENTION = ("sdpa", "eager")
 _READ = {"input_ids", "attention_mask", "position_ids", "use_cache", "return_dict", "logits_to_keep"}
 
@@ -156,7 +156,7 @@ class DecodeStepper:
         if self._thread != threading.get_ident():
             return original(*call)
         config, model_kwargs, mode, batch, max_length = call
-        batch *= max(config.num_return_sequences or 1, 1)
+        batch *= max(config.num_return_sequences or 1, config.num_beams or 1)
         self.reason = self._refuse(config, model_kwargs, mode, batch, max_length + 1)
         self._greedy = getattr(mode, "value", mode) == "greedy_search"
         if not self.reason:
@@ -172,7 +172,7 @@ class DecodeStepper:
         if not all(self._unchanged):
             return "the model's layers were changed, or hooks were put into them"
         name, model = getattr(mode, "value", mode), self._model()
-        if name not in _MODES or (config.num_beams or 1) > 1:
+        if name not in _MODES:
             return f"generation mode {name!r}"
         if model is None or config.use_cache is False or model_kwargs.get("use_cache") is False:
             return "use_cache=False"

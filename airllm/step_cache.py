@@ -61,6 +61,13 @@ class StepLayer(CacheLayerMixin):
 
     get_max_cache_shape = get_max_length  # its name before transformers 5.17
 
+    def reorder_cache(self, beam_idx: torch.Tensor) -> None:
+        """Row r becomes what row ``beam_idx[r]`` was (beam search); addresses stay."""
+        assert self.keys is not None and self.values is not None
+        for memory in (self.keys, self.values):
+            filled = memory[:, :, : self.seen]
+            filled.copy_(filled.index_select(0, beam_idx.to(memory.device)))
+
     def reset(self) -> None:
         """Forget everything. Zeroed, because a NaN left behind would pass through any mask (0 * NaN)."""
         assert self.keys is not None and self.values is not None

@@ -135,8 +135,31 @@ def test_streamers_criteria_and_processors_work(oracle, model):
     assert steps(model) == before + 2
 
 
+BEAMS = {
+    "one prompt": dict(num_beams=3),
+    "a padded batch": dict(num_beams=2, input_ids=[[0, 0, 7, 5], [3, 9, 4, 8]], attention_mask=[[0, 0, 1, 1], [1] * 4]),
+    "several answers": dict(num_beams=4, num_return_sequences=2, length_penalty=0.5),
+}
+
+
+@pytest.mark.parametrize("call", BEAMS)
+def test_beams_are_steps(oracle, model, call):
+    before = steps(model)
+    tensors = {name: ids(value) for name, value in BEAMS[call].items() if isinstance(value, list)}
+    both(oracle, model, **{**BEAMS[call], **tensors})
+    assert steps(model) >= before + 8 and reason(model) == ""
+
+
+def test_beams_that_are_sampled_are_steps(oracle, model):
+    before, call = steps(model), dict(num_beams=3, do_sample=True, max_new_tokens=8, pad_token_id=0, input_ids=ids())
+    torch.manual_seed(5)
+    expected = oracle.generate(**call)
+    torch.manual_seed(5)
+    assert torch.equal(model.generate(**call), expected) and steps(model) > before
+
+
 PLAIN_WAYS = {
-    "beams": (dict(num_beams=2), "beam"),
+    "nine beams": (dict(num_beams=9), "9 sequences"),
     "no cache": (dict(use_cache=False), "use_cache"),
     "hidden states": (dict(output_hidden_states=True, return_dict_in_generate=True), "output_hidden_states"),
     "a static cache": (dict(cache_implementation="static"), "cache"),

@@ -13,6 +13,12 @@ from dataclasses import dataclass
 import torch
 from torch.nn.functional import linear
 
+from airllm.experts.layout import ALIGNMENT_BYTES
+
+GATHER_BYTES = 32 * 2**20
+"""Rows of hidden states that may be gathered at once for all experts of a layer. Above, one expert's work outweighs its
+launches, and the memory is worth more."""
+
 ApplyGate = Callable[[torch.Tensor], torch.Tensor]
 
 
@@ -61,11 +67,16 @@ class ExpertMath:
 
     def weighted(self, rows: torch.Tensor, views: Sequence[torch.Tensor], weights: torch.Tensor) -> torch.Tensor:
         """``weights`` [n, 1] times the expert's output for ``rows`` [n, H]; ``views`` in layout order."""
-        if self.upcast:
-            rows, weights, views = rows.float(), weights.float(), [view.float() for view in views]
-        return self._output(rows, views) * weights
+        return self.times(self.output(rows, views), weights)
 
-    def _output(self, rows: torch.Tensor, views: Sequence[torch.Tensor]) -> torch.Tensor:
+    def times(self, outputs: torch.Tensor, weights: torch.Tensor) -> torch.Tensor:
+        """Outputs [n, H] times routing weights [n, 1]."""
+        return outputs * (weights.float() if self.upcast else weights)
+
+    def output(self, rows: torch.Tensor, views: Sequence[torch.Tensor]) -> torch.Tensor:
+        """The expert's output [n, H] for ``rows`` [n, H]."""
+        if self.upcast:
+            rows, views = rows.float(), [view.float() for view in views]
         if self.bias:
             up, up_bias, down, down_bias = views
             result = self._product(self.apply_gate(self._product(rows, up) + up_bias), down) + down_bias
@@ -95,6 +106,7 @@ class Routing:
         self._token, self._position = order % tokens, order // tokens
         parts = [edges] if last_rows is None else [edges, index[last_rows].reshape(-1)]
         values = torch.cat(parts).tolist()  # the one read-back of the layer
+        self._order = order
         self._edges = values[: num_experts + 1]
         self.experts = [e for e in range(num_experts) if self._edges[e + 1] > self._edges[e]]
         self.last_experts = set(self.experts if last_rows is None else values[num_experts + 1 :])
@@ -109,7 +121,63 @@ class Routing:
         math: ExpertMath,
     ) -> None:
         """``out`` [T, H] += weight * expert(hidden) for the tokens routed to ``expert``; ``weights`` [T, K]."""
-        span = slice(self._edges[expert], self._edges[expert + 1])
+        span = self._span(expert)
         token, position = self._token[span], self._position[span]
         result = math.weighted(hidden[token], views, weights[token, position, None])
         out.index_add_(0, token, result.to(out.dtype))
+
+    def _span(self, expert: int) -> slice:
+        return slice(self._edges[expert], self._edges[expert + 1])
+
+    def sum_of(self, hidden: torch.Tensor, weights: torch.Tensor, math: ExpertMath) -> ExpertSum | GatheredSum:
+        """What adds up this forward's experts: launched all at once where that takes little memory."""
+        tokens, width = hidden.shape
+        row_bytes = width * hidden.element_size()
+        complete = self._edges[-1] == self._order.numel()  # no id means "no expert"
+        if complete and row_bytes % ALIGNMENT_BYTES == 0 and row_bytes * self._order.numel() <= GATHER_BYTES:
+            return GatheredSum(self, hidden, weights, math)
+        return ExpertSum(self, hidden, weights, math)
+
+
+class ExpertSum:
+    """The sum over experts, [T, H], taken expert by expert in ascending order."""
+
+    def __init__(self, routing: Routing, hidden: torch.Tensor, weights: torch.Tensor, math: ExpertMath) -> None:
+        self._routing, self._hidden, self._weights, self._math = routing, hidden, weights, math
+        self._total = math.start(hidden, weights)
+
+    def add(self, expert: int, views: Sequence[torch.Tensor]) -> None:
+        """The expert with these ``views``; call with ascending experts."""
+        self._routing.add_expert(self._total, expert, self._hidden, self._weights, views, self._math)
+
+    def result(self) -> torch.Tensor:
+        """[T, H] in the dtype of the hidden states."""
+        return self._total.to(self._hidden.dtype)
+
+
+class GatheredSum:
+    """The same sum with the same bits, in fewer launches: rows are gathered once for all experts, and weighted and added up
+    once at the end, each token's experts in ascending order."""
+
+    def __init__(self, routing: Routing, hidden: torch.Tensor, weights: torch.Tensor, math: ExpertMath) -> None:
+        self._routing, self._math, self._dtype = routing, math, hidden.dtype
+        self._start = math.start(hidden, weights)
+        self._rows = hidden[routing._token]
+        self._weights = weights.t().reshape(-1)[routing._order, None]
+        self._outputs: dict[int, torch.Tensor] = {}
+
+    def add(self, expert: int, views: Sequence[torch.Tensor]) -> None:
+        """The expert with these ``views``."""
+        self._outputs[expert] = self._math.output(self._rows[self._routing._span(expert)], views)
+
+    def result(self) -> torch.Tensor:
+        """[T, H] in the dtype of the hidden states."""
+        outputs = torch.cat([self._outputs[expert] for expert in sorted(self._outputs)])
+        addends, total = self._math.times(outputs, self._weights).to(self._start.dtype), self._start
+        order, tokens = self._routing._order, total.shape[0]
+        place = torch.empty_like(order)
+        place[order] = torch.arange(order.numel(), device=order.device)
+        # By token, in ascending order of its experts, which is the order of the places.
+        for places in place.view(-1, tokens).sort(dim=0).values.unbind(0):
+            total.add_(addends[places])
+        return total.to(self._dtype)

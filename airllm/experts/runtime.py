@@ -12,7 +12,7 @@ from typing import Any
 import torch
 
 from airllm.experts.bank import HostBank
-from airllm.experts.compute import ExpertMath, Routing
+from airllm.experts.compute import ExpertMath, ExpertSum, GatheredSum, Routing
 from airllm.experts.decode_graphs import ExpertGraphs
 from airllm.experts.device_engine import DeviceEngine
 from airllm.experts.plan import PlanCounts, Step, plan_layer, waves
@@ -224,21 +224,21 @@ class SlotExpertRuntime:
         tokens = call.hidden.shape[0]
         if tokens == 0:
             return torch.zeros_like(call.hidden)
-        total = call.math.start(call.hidden, call.weights)
         shape = self._shape
         last_rows = shape.last_rows if tokens == shape.batch * shape.sequence else None
         routing = Routing(call.index, self.layout.layers[call.layer].num_experts, last_rows)
+        total = routing.sum_of(call.hidden, call.weights, call.math)
         pending = waves(self._plan(call, routing.experts, routing.last_experts), self.pool.plan.scratch)
         wave = next(pending, [])
         self._copy(wave)
         while wave:
             following = next(pending, [])
-            self._compute_wave(wave, following, call, routing, total)
+            self._compute_wave(wave, following, call.layer, total)
             wave = following
-        return total.to(call.hidden.dtype)
+        return total.result()
 
     def _compute_wave(
-        self, wave: list[Step], following: list[Step], call: LayerCall, routing: Routing, total: torch.Tensor
+        self, wave: list[Step], following: list[Step], layer: int, total: ExpertSum | GatheredSum
     ) -> None:
         """Compute ``wave`` into ``total``. As soon as a scratch slot has been read, the copy of ``following`` that wants it
         is enqueued, so that the link never waits for a whole wave; copies into slots go first, as nothing reads those yet."""
@@ -246,8 +246,7 @@ class SlotExpertRuntime:
         by_place = {step.place: step for step in following if not step.cached}
         for step in wave:
             self.transfer.wait(step.place)
-            views = self._views[call.layer][step.place]
-            routing.add_expert(total, step.expert, call.hidden, call.weights, views, call.math)
+            total.add(step.expert, self._views[layer][step.place])
             self.transfer.done_reading(step.place)
             if step.place in by_place:
                 self._copy([by_place.pop(step.place)])

@@ -79,6 +79,8 @@ class StreamTransfer:
         self._read = [torch.cuda.Event() for _ in range(places)]
         self._ready_for: list[int | None] = [None] * places  # stream that has already waited for the copy
         self._turn: torch.cuda.Stream | None = None
+        self._known: torch.cuda.Stream | None = None
+        self._index = self._stream.device_index
 
     def copy(self, source: torch.Tensor, target: torch.Tensor, place: int) -> None:
         self._stream.wait_event(self._read[place])
@@ -90,14 +92,21 @@ class StreamTransfer:
     def _move(self, source: torch.Tensor, target: torch.Tensor) -> None:
         target.copy_(source, non_blocking=True)
 
+    def _current(self) -> torch.cuda.Stream:
+        """The current stream. Asking torch for it costs as much as a launch, so it is kept while it stays the same."""
+        known = self._known
+        if known is None or torch._C._cuda_getCurrentRawStream(self._index) != known.cuda_stream:
+            known = self._known = torch.cuda.current_stream(self.device)
+        return known
+
     def wait(self, place: int) -> None:
-        current = torch.cuda.current_stream(self.device)
+        current = self._current()
         if self._ready_for[place] != current.cuda_stream:
             current.wait_event(self._copied[place])
             self._ready_for[place] = current.cuda_stream
 
     def done_reading(self, place: int) -> None:
-        self._read[place].record(torch.cuda.current_stream(self.device))
+        self._read[place].record(self._current())
 
     def take_turn(self) -> None:
         # Callers in different threads may each have a stream of their own, yet there is one event a place and one set of

@@ -6,7 +6,8 @@ import pytest
 import slot_rig
 import torch
 
-from airllm.experts.compute import ExpertMath, Routing, gated_mlp
+from airllm.experts import compute
+from airllm.experts.compute import ExpertMath, ExpertSum, GatheredSum, Routing, gated_mlp
 
 
 def routed(tokens: int, top_k: int = 2, experts: int = 8, seed: int = 0) -> torch.Tensor:
@@ -51,6 +52,35 @@ def test_expert_by_expert_the_sum_is_the_oracles(dtype: torch.dtype) -> None:
         views = (module.gate_up_proj[expert], module.down_proj[expert])
         routing.add_expert(total, expert, hidden, weights, views, ExpertMath(module._apply_gate))
     assert torch.equal(total, module(hidden, index, weights))
+
+
+@pytest.mark.parametrize("gathered", [True, False])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)
+@pytest.mark.parametrize("top_k", [1, 2, 4])
+def test_gathered_or_not_the_sum_is_the_oracles(
+    top_k: int, dtype: torch.dtype, gathered: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(compute, "GATHER_BYTES", 2**20 if gathered else 0)
+    monkeypatch.setattr(compute, "ALIGNMENT_BYTES", 1)
+    module = next(iter(slot_rig.experts_modules(dtype).values()))
+    for tokens in (1, 2, 33):
+        hidden, index = torch.randn(tokens, slot_rig.HIDDEN).to(dtype), routed(tokens, top_k)
+        weights = (torch.rand(tokens, top_k) + 0.4).to(dtype)
+        routing = Routing(index, 8, None)
+        total = routing.sum_of(hidden, weights, ExpertMath(module._apply_gate))
+        assert isinstance(total, GatheredSum) is gathered
+        for expert in routing.experts:
+            total.add(expert, (module.gate_up_proj[expert], module.down_proj[expert]))
+        assert torch.equal(total.result(), module(hidden, index, weights))
+
+
+def test_rows_are_not_gathered_where_some_ids_mean_no_expert_or_rows_are_not_aligned() -> None:
+    module = next(iter(slot_rig.experts_modules(torch.float32).values()))
+    math, wide = ExpertMath(module._apply_gate), torch.randn(2, 64)
+    whole, partial = Routing(torch.tensor([[1, 3], [2, 0]]), 8, None), Routing(torch.tensor([[8, 3], [2, 0]]), 8, None)
+    assert isinstance(whole.sum_of(wide, torch.ones(2, 2), math), GatheredSum)
+    assert isinstance(partial.sum_of(wide, torch.ones(2, 2), math), ExpertSum)
+    assert isinstance(whole.sum_of(wide[:, :60].contiguous(), torch.ones(2, 2), math), ExpertSum)
 
 
 def test_the_modules_own_gate_is_used() -> None:

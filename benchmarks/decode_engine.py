@@ -1,0 +1,265 @@
+#!/usr/bin/env python
+"""The device engine: its kernels, decoding at several budgets, batches, prompts, and the error of its logits.
+
+    python benchmarks/decode_engine.py --geometry phi-tiny --output-json benchmarks/results/decode-engine.json
+    python benchmarks/decode_engine.py --geometry tiny --device cpu --tokens 4       # twins: checks the script, times nothing
+
+A decoded token's time is taken from whole calls of generate without a streamer: (time of N + 1 new tokens - time of 1) / N,
+the median of several. Its floor is the larger of the missed bytes over the pinned link, with the misses that one global LRU
+has on the same script at the same budget, and the bytes the device must read over its bandwidth. The script is a fixed list
+of random tokens: free greedy decoding on random weights falls into loops. The last line is one JSON object.
+"""
+
+from __future__ import annotations
+
+import argparse
+import gc
+import json
+import statistics
+import sys
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import torch
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+from benchmarks import floors, kernel_table, machine  # noqa: E402
+from benchmarks.build_checkpoint import ensure  # noqa: E402
+from benchmarks.cases import Script  # noqa: E402
+from benchmarks.expert_cache import random_ids  # noqa: E402
+from benchmarks.geometry import GEOMETRIES  # noqa: E402
+from benchmarks.report import Sizes  # noqa: E402
+
+
+class Bench:
+    """One checkpoint on one device, and what every measurement shares."""
+
+    def __init__(self, args: argparse.Namespace) -> None:
+        self.args, self.device = args, machine.pick_device(args.device)
+        self.dtype = "float16" if self.device.type == "cuda" else "float32"
+        self.geometry = GEOMETRIES[args.geometry]
+        self.folder = ensure(args.work_dir / f"{args.geometry}-{self.dtype}", self.geometry, self.dtype, 0)
+        from airllm.inspect_model import inspect_folder
+
+        self.sizes = Sizes.of(inspect_folder(self.folder), self.dtype)
+        self.script = random_ids(self.folder, args.tokens + 1, 7_000_000)
+        large = 2**31 if self.device.type == "cuda" else 2**24
+        self.rates = machine.bandwidths(self.device, self.sizes.expert_bytes, large)
+
+    def ids(self, length: int, batch: int = 1) -> torch.Tensor:
+        rows = [random_ids(self.folder, length, 1000 + row) for row in range(batch)]
+        return torch.tensor(rows, device=self.device)
+
+    @contextmanager
+    def slots(self, budget_gb: float, engine: str = "device", policy: str = "auto") -> Iterator[Any]:
+        from airllm import AutoModel
+
+        options = {"expert_cache_backend": "slot", "expert_cache_engine": engine, "expert_cache_policy": policy}
+        with AutoModel.from_pretrained(
+            self.folder, device=str(self.device), dtype=self.dtype, expert_cache_gb=budget_gb, **options
+        ) as model:
+            yield model
+        del model
+        self.forget()
+
+    @contextmanager
+    def resident(self, dtype: str) -> Iterator[Any]:
+        from transformers import AutoModelForCausalLM
+
+        yield AutoModelForCausalLM.from_pretrained(
+            self.folder, dtype=getattr(torch, dtype), experts_implementation="eager", device_map={"": str(self.device)}
+        )
+        self.forget()
+
+    def forget(self) -> None:
+        gc.collect()
+        if self.device.type == "cuda":
+            torch.cuda.empty_cache()
+            torch.cuda.reset_peak_memory_stats()
+
+    def call(self, model: Any, ids: torch.Tensor, tokens: int, **more: Any) -> tuple[float, Any]:
+        """Seconds, and what generate gave, decoding the script."""
+        options = {"max_new_tokens": tokens, "min_new_tokens": tokens, "do_sample": False, "pad_token_id": 0}
+        machine.synchronize(self.device)
+        start = time.perf_counter()
+        with torch.no_grad():
+            out = model.generate(
+                input_ids=ids, attention_mask=torch.ones_like(ids), logits_processor=[Script(self.script)], **options, **more
+            )
+        machine.synchronize(self.device)
+        return time.perf_counter() - start, out
+
+
+def decode(bench: Bench, model: Any, batch: int = 1) -> dict[str, Any]:
+    """Seconds a step of ``batch`` tokens, and what moved in it."""
+    ids, tokens = bench.ids(32, batch), bench.args.tokens
+    bench.call(model, ids, tokens)
+    steps, moved, hits, misses = [], [], 0, 0
+    for _ in range(bench.args.repeats):
+        alone = bench.call(model, ids, 1)[0]
+        before = model.get_expert_cache_stats()
+        start = bench.call(model, ids, 1)
+        between = model.get_expert_cache_stats()
+        whole = bench.call(model, ids, tokens + 1)[0]
+        after = model.get_expert_cache_stats()
+        steps.append((whole - min(alone, start[0])) / tokens)
+        prompt = between["h2d_bytes"] - before["h2d_bytes"]
+        moved.append((after["h2d_bytes"] - between["h2d_bytes"] - prompt) / tokens)
+        hits += after["hits"] - 2 * between["hits"] + before["hits"]
+        misses += after["misses"] - 2 * between["misses"] + before["misses"]
+    return {"step_s": statistics.median(steps), "steps_s": steps, "moved_bytes": statistics.median(moved)} | {
+        "hit_rate": hits / (hits + misses) if hits + misses else None,
+        "slots": after["slot_count"],
+        "reason": after["device_engine_reason"],
+        "steps_served": after.get("device_engine_steps"),
+        "peak_reserved_bytes": machine.device_memory(bench.device).get("peak_reserved_bytes"),
+    }
+
+
+def replay_s(bench: Bench, model: Any) -> float | None:
+    """Seconds of the recorded step alone (its experts resident, since the token is the same again)."""
+    state = model._stepper._state
+    if bench.device.type != "cuda" or state is None or state.graph is None:
+        return None
+    state.graph.replay()
+    machine.synchronize(bench.device)
+    start = time.perf_counter()
+    for _ in range(20):
+        state.graph.replay()
+    machine.synchronize(bench.device)
+    return (time.perf_counter() - start) / 20
+
+
+def decoding(bench: Bench) -> dict[str, Any]:
+    """Budgets and batches: time, floor with an LRU's misses, hit rate."""
+    tokens_read = bench.sizes.device_read_bytes
+    everything = (bench.sizes.total_experts + 0.5) * bench.sizes.expert_bytes / 2**30
+    found: dict[str, Any] = {}
+    for name, budget, batch in (("budget", bench.args.expert_cache_gb, 1), ("budget, batch 4", bench.args.expert_cache_gb, 4)):
+        with bench.slots(budget, policy="lru") as model:
+            lru = decode(bench, model, batch)
+        with bench.slots(budget) as model:
+            ours = decode(bench, model, batch)
+            ours["replay_s"] = replay_s(bench, model)
+        floor = floors.slot_floor(lru["moved_bytes"], tokens_read, bench.rates)
+        found[name] = {"ours": ours, "lru": lru, "floor_s": floor.seconds, "floor_set_by": floor.set_by}
+    with bench.slots(everything) as model:
+        ours = decode(bench, model)
+        ours["replay_s"] = replay_s(bench, model)
+    found["every expert in a slot"] = {"ours": ours, "floor_s": floors.resident_floor(tokens_read, bench.rates).seconds}
+    if ours["replay_s"]:
+        found["host_s_a_token"] = ours["step_s"] - ours["replay_s"]
+    return found
+
+
+def prompts(bench: Bench) -> dict[str, Any]:
+    """The time to the first token, and its floor: the whole bank over the link, or the arithmetic of the prompt."""
+    found = {}
+    rate = kernel_table.matmul_flops(bench.device, getattr(torch, bench.dtype), bench.geometry.hidden)
+    values = bench.sizes.device_read_bytes / bench.sizes.bytes_per_value
+    with bench.slots(bench.args.expert_cache_gb, engine="plain") as model:
+        bench.call(model, bench.ids(64), 1)
+        for length in bench.args.prompt_tokens:
+            seconds = []
+            for _ in range(bench.args.repeats):
+                model.clear_expert_cache()
+                seconds.append(bench.call(model, bench.ids(length), 1)[0])
+            bank = bench.sizes.total_experts * bench.sizes.expert_bytes / floors.link_rate(bench.rates)
+            arithmetic = 2 * values * length / rate
+            found[str(length)] = {
+                "prompt_s": statistics.median(seconds),
+                "bank_over_link_s": bank,
+                "arithmetic_s": arithmetic,
+                "ratio": statistics.median(seconds) / max(bank, arithmetic),
+            }
+    return found
+
+
+def logits_error(bench: Bench) -> dict[str, Any]:
+    """Mean and largest absolute error of the script's logits against a float32 model, of plain eager and of both engines."""
+    ids, wanted = bench.ids(32), {"output_logits": True, "return_dict_in_generate": True}
+
+    def logits(model: Any) -> torch.Tensor:
+        return torch.stack(bench.call(model, ids, bench.args.tokens, **wanted)[1].logits).float()
+
+    with bench.resident("float32") as model:
+        exact = logits(model)
+    runs: dict[str, torch.Tensor] = {}
+    with bench.resident(bench.dtype) as model:
+        runs["transformers, experts eager"] = logits(model)
+    for engine in ("plain", "device"):
+        with bench.slots(bench.args.expert_cache_gb, engine=engine) as model:
+            runs[f"airllm, {engine} engine"] = logits(model)
+    return {
+        name: {
+            "mean": float((run - exact).abs().mean()),
+            "largest": float((run - exact).abs().max()),
+            "same_best_token": float((run.argmax(-1) == exact.argmax(-1)).float().mean()),
+        }
+        for name, run in runs.items()
+    }
+
+
+def sections(bench: Bench) -> dict[str, Callable[[], Any]]:
+    return {
+        "kernels": lambda: kernel_table.measure(bench.geometry, bench.device, getattr(torch, bench.dtype), bench.rates),
+        "decoding": lambda: decoding(bench),
+        "prompts": lambda: prompts(bench),
+        "logits_error": lambda: logits_error(bench),
+    }
+
+
+def as_text(result: dict[str, Any]) -> Iterator[str]:
+    hardware = result["hardware"]
+    yield f"{hardware['device']}, torch {hardware['torch']}, transformers {hardware['transformers']}, {result['dtype']}"
+    for name, row in result.get("kernels", {}).items():
+        share = f"{row['fraction']:.0%} of the {row['of']}" if row.get("fraction") else ""
+        yield f"  {name}: {row['seconds'] * 1e6:.2f} us {share}"
+    for name, row in result.get("decoding", {}).items():
+        if isinstance(row, float):
+            yield f"  host time a token outside the recorded step: {row * 1e3:.2f} ms"
+            continue
+        ours = row["ours"]
+        yield (
+            f"  {name} ({ours['slots']} slots): {ours['step_s'] * 1e3:.2f} ms a step, floor {row['floor_s'] * 1e3:.2f} ms, ratio "
+            f"{ours['step_s'] / row['floor_s']:.2f}; hit rate {ours['hit_rate']:.3f}"
+            + (f" (LRU {row['lru']['hit_rate']:.3f}, {row['lru']['step_s'] * 1e3:.2f} ms)" if "lru" in row else "")
+            + (f"; peak reserved {ours['peak_reserved_bytes'] / 2**30:.3f} GiB" if ours["peak_reserved_bytes"] else "")
+            + (f"; served otherwise: {ours['reason']}" if ours["reason"] else "")
+        )
+    for name, row in result.get("prompts", {}).items():
+        yield f"  prompt of {name}: {row['prompt_s'] * 1e3:.1f} ms, {row['ratio']:.2f} x its floor"
+    for name, row in result.get("logits_error", {}).items():
+        yield f"  error against float32, {name}: mean {row['mean']:.2e}, largest {row['largest']:.2e}"
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--geometry", choices=GEOMETRIES, default="phi-tiny")
+    parser.add_argument("--expert-cache-gb", type=float, help="default 0.75; tiny: 1.14 T")
+    parser.add_argument("--tokens", type=int, default=64)
+    parser.add_argument("--repeats", type=int, default=3)
+    parser.add_argument("--prompt-tokens", type=int, nargs="*", default=[512, 4096])
+    parser.add_argument("--sections", default="kernels,decoding,prompts,logits_error", help="comma-separated")
+    parser.add_argument("--device")
+    parser.add_argument("--work-dir", type=Path, default=Path(".bench"))
+    parser.add_argument("--output-json", type=Path)
+    args = parser.parse_args()
+    bench = Bench(args)
+    args.expert_cache_gb = args.expert_cache_gb or bench.geometry.default_budget_gb(bench.sizes.bytes_per_value)
+    result: dict[str, Any] = {"benchmark": "decode_engine", "geometry": args.geometry, "dtype": bench.dtype}
+    result |= {"hardware": machine.hardware(bench.device), "bandwidths": bench.rates, "budget_gb": args.expert_cache_gb}
+    for name in args.sections.split(","):
+        result[name] = sections(bench)[name]()
+        if args.output_json:
+            args.output_json.write_text(json.dumps(result) + "\n", encoding="utf-8")
+    print("\n".join(as_text(result)))
+    print(json.dumps(result))
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
