@@ -7,6 +7,8 @@ checkpoint's own modelling code: that code does not load on transformers 5, whos
 from __future__ import annotations
 
 import logging
+import os
+from contextlib import AbstractContextManager
 from typing import Any
 
 import torch
@@ -19,6 +21,7 @@ from airllm.decode_step import DecodeStepper, why_no_steps
 from airllm.errors import UnsupportedModelError
 from airllm.experts.assembly import ExpertsFound, add_device_engine, install, record_graphs
 from airllm.experts.runtime import SlotExpertRuntime
+from airllm.experts.trace import record_routing
 from airllm.phimoe_rope import PhiMoERotaryEmbedding, reread_at_switch
 from airllm.skeleton import (
     assert_no_meta,
@@ -157,6 +160,18 @@ class AirLLMPhiMoE(AirLLMBaseModel):
         if self._runtime is not None:
             with self._guard.lock:
                 self._runtime.clear()
+
+    def record_routing(self, path: str | os.PathLike[str]) -> AbstractContextManager[None]:
+        """A block within which each token's experts are written to the CSV file ``path``; see :mod:`airllm.experts.trace`.
+
+        Raises:
+            UnsupportedModelError: no slots, or the device engine serves them, which tells the host nothing.
+        """
+        if self._runtime is None or self._stepper is not None:
+            raise UnsupportedModelError(
+                'routing is recorded with expert_cache_backend="slot" and expert_cache_engine="plain": load the model so'
+            )
+        return record_routing(self.model, path)
 
     def get_stream_stats(self) -> dict[str, Any]:
         if self._runtime is None:

@@ -56,6 +56,7 @@ ORDER = (
     "experts.device_engine",
     "experts.runtime",
     "experts.modules",
+    "experts.trace",
     "experts.assembly",
     "streaming",
     "step_cache",

@@ -42,7 +42,7 @@ class SlotExperts(nn.Module):
         super().__init__()
         self._keep: dict[str, Any] = {"runtime": runtime}  # in a dict, so that nothing is registered as a submodule
         self.layer = layer
-        self.num_experts = runtime.num_experts
+        self.num_experts, self.top_k = runtime.num_experts, runtime.top_k
         self.apply_gate: ApplyGate = replaced._apply_gate  # type: ignore[assignment]
 
     def forward(self, hidden_states: torch.Tensor, index: torch.Tensor, weights: torch.Tensor) -> torch.Tensor:
