@@ -6,22 +6,20 @@ import contextlib
 import copy
 import logging
 import os
-from collections.abc import Iterator
 from typing import Any
 
 import torch
-from tqdm.auto import tqdm
 from transformers import AutoTokenizer, GenerationConfig, PretrainedConfig, PreTrainedModel
 
 from airllm import guard
 from airllm.checkpoint import CheckpointIndex, TensorReader, has_bin_weights
 from airllm.compression import open_compressed
 from airllm.errors import CheckpointError, UnsupportedModelError
-from airllm.experts.stats import disabled_stats
 from airllm.layer_files import find_or_create_split, split_folder
 from airllm.locate import locate
 from airllm.options import DEFAULT_DEVICE, Options, parse_options
-from airllm.profiler import LayeredProfiler
+from airllm.profiler import LayeredProfiler, progress_bar
+from airllm.quantised import quantisation_of
 from airllm.skeleton import (
     assert_no_meta,
     build_skeleton,
@@ -32,28 +30,22 @@ from airllm.skeleton import (
     resolve_dtype,
     tie_weights,
 )
+from airllm.slot_backend import SlotBackend
 from airllm.streaming import LayerStreamer
 from airllm.weight_map import WeightMap, build_weight_map
 
 log = logging.getLogger(__name__)
 
-# Where configurations of transformers say how many experts a layer has.
-_EXPERT_COUNTS = ("num_local_experts", "num_experts", "n_routed_experts", "moe_num_experts")
-
 _TOKENIZER_FILES = ("tokenizer*", "vocab*", "merges*", "spiece*", "sentencepiece*", "*.model", "*.tiktoken", "*.bpe")
 
 
-class AirLLMBaseModel:
-    """A causal language model whose decoder layers pass through the device one at a time.
+class AirLLMBaseModel(SlotBackend):
+    """A causal language model whose decoder layers pass through the device one at a time, or, with
+    ``expert_cache_backend="slot"``, whose dense weights stay there and whose experts live in slots.
 
     ``generate``, ``forward`` and calling it do what the transformers model ``self.model`` does. One call runs at a
     time; calls from other threads wait. Attributes that this class does not have are those of ``self.model``.
     """
-
-    supports_slots = False
-
-    model: PreTrainedModel
-    config: PretrainedConfig
 
     def __init__(
         self,
@@ -141,22 +133,23 @@ class AirLLMBaseModel:
 
     @classmethod
     def refuse_backend(cls, options: Options, config: PretrainedConfig) -> None:
-        """Raises UnsupportedModelError, saying why, when this class cannot run the model with the backend asked for."""
-        if options.expert_cache_backend != "slot" or cls.supports_slots:
-            return
-        kind = config.model_type
-        text = config.get_text_config()
-        if any(getattr(text, name, None) for name in _EXPERT_COUNTS):
+        """Raises UnsupportedModelError for slots asked of a model whose configuration knows of no experts.
+
+        Said before the weights are fetched. Whether the experts are such that slots can serve them shows on the model.
+        """
+        if options.expert_cache_backend == "slot" and not _mentions_experts(config.to_dict()):
             raise UnsupportedModelError(
-                f"expert_cache_backend='slot' does not support model_type {kind!r} yet (phimoe only): leave it out to "
-                "stream the layers"
+                f"expert_cache_backend='slot' keeps experts on the device, and model_type {config.model_type!r} is dense, it "
+                "has none: leave it out to stream the layers"
             )
-        raise UnsupportedModelError(
-            f"expert_cache_backend='slot' keeps experts on the device, and model_type {kind!r} is dense, it has none: "
-            "leave it out to stream the layers"
-        )
 
     def _load(self) -> None:
+        if self.options.expert_cache_backend == "slot":
+            self._load_slots()
+        else:
+            self._load_streamed()
+
+    def _load_streamed(self) -> None:
         """Build the model, read what stays on the device, and let the decoder layers stream."""
         options = self.options
         model, weight_map, reader = self._build(options.experts_implementation, options.trust_remote_code)
@@ -194,7 +187,8 @@ class AirLLMBaseModel:
             trust_remote_code=trust_remote_code,
             folder=self.model_local_path,
         )
-        return model, build_weight_map(model, index, dtype=dtype), reader
+        quantisation = quantisation_of(self.config)
+        return model, build_weight_map(model, index, dtype=dtype, quantisation=quantisation), reader
 
     def _open_weights(self) -> tuple[CheckpointIndex, TensorReader]:
         """The files as they are; a split of them when it was asked for, or when nothing else can be streamed."""
@@ -325,6 +319,8 @@ class AirLLMBaseModel:
 
     def get_stream_stats(self) -> dict[str, Any]:
         """What was read and moved since loading, and the sizes of what is held. Bytes and seconds; all measured."""
+        if self._runtime is not None:
+            raise UnsupportedModelError("nothing is streamed with the slot backend: see get_expert_cache_stats()")
         parameters = {p.data_ptr(): p.nbytes for p in self.model.parameters() if not p.is_meta}
         return {
             "bytes_read": self._reader.bytes_read,
@@ -333,16 +329,6 @@ class AirLLMBaseModel:
             "device_bytes": _allocated_bytes(self.device),
             **self._streamer.stats(),
         }
-
-    def get_expert_cache_stats(self) -> dict[str, Any]:
-        """The names of the expert cache's statistics with ``enabled`` False: this model's layers are streamed."""
-        return disabled_stats()
-
-    def reset_expert_cache_stats(self) -> None:
-        """Nothing to reset without an expert cache."""
-
-    def clear_expert_cache(self) -> None:
-        """Nothing to empty without an expert cache."""
 
     # --- staying and going --------------------------------------------------------------------------------------------
 
@@ -389,6 +375,7 @@ class AirLLMBaseModel:
             self._guard.closed = True
             self._resources.close()
             guard.empty(self.model)
+            self._runtime = None
             if self.device.type == "cuda":
                 torch.cuda.empty_cache()
 
@@ -422,13 +409,6 @@ def layer_names(model: PreTrainedModel) -> dict[str, str]:
     return {word: name for word, name in found.items() if name is not None}
 
 
-@contextlib.contextmanager
-def progress_bar(what: str, total_bytes: int) -> Iterator[Any]:
-    """A bar in bytes on a terminal, nothing elsewhere; gives the function that moves it on."""
-    with tqdm(total=total_bytes, desc=what, unit="B", unit_scale=True, unit_divisor=1024, disable=None) as bar:
-        yield bar.update
-
-
 def _without_compile(kwargs: dict[str, Any]) -> dict[str, Any]:
     """The same, with compilation of the forward switched off wherever generate would look for it."""
     own = kwargs.get("generation_config")
@@ -437,6 +417,17 @@ def _without_compile(kwargs: dict[str, Any]) -> dict[str, Any]:
     own = copy.deepcopy(own)
     own.disable_compile = True
     return {**kwargs, "generation_config": own}
+
+
+def _mentions_experts(config: dict[Any, Any]) -> bool:
+    """Whether a configuration, or a part of it, counts experts: families spell that in many ways."""
+    for name, value in config.items():
+        if isinstance(value, dict) and _mentions_experts(value):
+            return True
+        counts = value if isinstance(value, list) else [value]
+        if "experts" in str(name) and any(isinstance(count, int) and count > 1 for count in counts):
+            return True
+    return False
 
 
 def _allocated_bytes(device: torch.device) -> int | None:

@@ -58,7 +58,7 @@ class AutoModel:
         """
         options = parse_options(pretrained_model_name_or_path, **_by_name(args, kwargs))
         config = _configuration(options)
-        chosen = getattr(import_module("airllm"), _class_name(config))
+        chosen = model_class(config)
         chosen.refuse_backend(options, config)  # before the weights are downloaded
         return chosen.from_options(options)
 
@@ -91,6 +91,12 @@ def _configuration(options: Options) -> PretrainedConfig:
         weights=False,
     )
     return load_config(folder, trust_remote_code=options.trust_remote_code)
+
+
+def model_class(config: PretrainedConfig) -> type[AirLLMBaseModel]:
+    """The class that runs a model of this configuration."""
+    chosen: type[AirLLMBaseModel] = getattr(import_module("airllm"), _class_name(config))
+    return chosen
 
 
 def _class_name(config: PretrainedConfig) -> str:

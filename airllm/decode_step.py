@@ -16,11 +16,13 @@ from contextlib import contextmanager, suppress
 from typing import Any
 
 import torch
+from torch import nn
 from transformers import PreTrainedModel
+from transformers.modeling_outputs import MoeCausalLMOutputWithPast
 
 from airllm import transformers_private as private
-from airllm.experts.decode_graphs import GraphedRouter
 from airllm.experts.device_engine import MAX_ROWS, DeviceEngine
+from airllm.recorded_layers import Unchanged
 from airllm.step_cache import StepCache, cache_shape
 from airllm.streaming import LayerWatch
 
@@ -98,23 +100,35 @@ class StepState:
 class DecodeStepper:
     """Turns the decoded tokens of ``generate`` into steps. One call at a time: whoever calls holds the guard's lock.
 
+    Args:
+        watch: learns each layer's output.
+        fused: computes a step (logits [B, 1, vocabulary], hidden states after each layer) in place of the model's own forward.
+        layers: whose weights ``fused`` reads; a call of generate is not served by steps while they are not as they were.
+
     Nothing here holds the model, so that dropping the model frees its memory at once.
     """
 
     def __init__(
-        self, model: PreTrainedModel, engine: DeviceEngine, routers: Sequence[GraphedRouter], watch: LayerWatch
+        self,
+        model: PreTrainedModel,
+        engine: DeviceEngine,
+        watch: LayerWatch,
+        fused: Callable[[StepState], tuple[torch.Tensor, list[torch.Tensor]]] | None = None,
+        layers: Sequence[nn.Module] = (),
     ) -> None:
         self.engine = engine
+        self._fused, self._unchanged = fused, [Unchanged(layer) for layer in layers]
         self.reason = "no call of generate yet"
         self.steps = self.captures = 0
         self._model = weakref.ref(model)
         self._forward = type(model).forward
         names = inspect.signature(self._forward).parameters
         self.cache_name = "cache" if "cache" in names else "past_key_values"
-        self._routers, self._watch = routers, watch
+        self._watch = watch
         self._state: StepState | None = None
         self._active: StepState | None = None
         self._thread: int | None = None
+        self._greedy = False
         self._broken = ""
         self._stream = torch.cuda.Stream(engine.device) if engine.device.type == "cuda" else None
         private.replace_cache_preparation(model, self._prepare)
@@ -144,6 +158,7 @@ class DecodeStepper:
         config, model_kwargs, mode, batch, max_length = call
         batch *= max(config.num_return_sequences or 1, 1)
         self.reason = self._refuse(config, model_kwargs, mode, batch, max_length + 1)
+        self._greedy = getattr(mode, "value", mode) == "greedy_search"
         if not self.reason:
             self._active = self._state_for(batch, max_length + 1)
         if self._active is None:
@@ -154,6 +169,8 @@ class DecodeStepper:
     def _refuse(self, config: Any, model_kwargs: dict[str, Any], mode: Any, batch: int, length: int) -> str:
         if self._broken:
             return self._broken
+        if not all(self._unchanged):
+            return "the model's layers were changed, or hooks were put into them"
         name, model = getattr(mode, "value", mode), self._model()
         if name not in _MODES or (config.num_beams or 1) > 1:
             return f"generation mode {name!r}"
@@ -196,6 +213,11 @@ class DecodeStepper:
             self._state = state
         state.reset()
         return state
+
+    @property
+    def runs_ahead(self) -> bool:
+        """See `airllm.guard.Stepper`."""
+        return self._greedy and self._active is not None and self._active.begun
 
     # --- one forward ---------------------------------------------------------------------------------------------------
 
@@ -256,22 +278,21 @@ class DecodeStepper:
     def _body(self, state: StepState) -> Any:
         """The step itself, from and to fixed tensors."""
         model = self._model()
-        for router in self._routers:  # their own recordings cannot be replayed within one
-            router.remove()
-        try:
-            with torch.no_grad(), self.engine.step(), state.cache.writing_at(state.slot):
-                return self._forward(
-                    model,
-                    input_ids=state.ids,
-                    attention_mask=state.mask(),
-                    position_ids=state.positions,
-                    use_cache=True,
-                    return_dict=True,
-                    **{self.cache_name: state.cache},
-                )
-        finally:
-            for router in self._routers:
-                router.install()
+        if self._fused is not None:
+            with torch.no_grad():
+                logits, after = self._fused(state)
+            self._watch.show(after)
+            return MoeCausalLMOutputWithPast(logits=logits, **{self.cache_name: state.cache})
+        with torch.no_grad(), self.engine.step(), state.cache.writing_at(state.slot):
+            return self._forward(
+                model,
+                input_ids=state.ids,
+                attention_mask=state.mask(),
+                position_ids=state.positions,
+                use_cache=True,
+                return_dict=True,
+                **{self.cache_name: state.cache},
+            )
 
     def _on_stream(self, work: Callable[[], Any]) -> Any:
         """Run on the stream that records later: libraries keep workspaces by stream."""
@@ -316,6 +337,7 @@ class DecodeStepper:
             "device_engine_steps": self.steps,
             "device_engine_captures": self.captures,
             "device_engine_kernels": self.engine.ops.NAME,
+            "device_engine_fused": self._fused is not None,
             "step_cache_bytes": 0 if state is None else state.cache.nbytes,
         }
 

@@ -45,6 +45,13 @@ class Layers(Protocol):
 class Stepper(Protocol):
     """Another way through a forward, for those forwards that it serves."""
 
+    @property
+    def runs_ahead(self) -> bool:
+        """Whether the logits just computed may be looked at when the next forward begins, or generating ends.
+
+        The device then need not wait for the host. Not so when they are sampled from: torch's sampling must not see a NaN.
+        """
+
     def run(self, plain: Callable[[], Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """The forward that was called with ``args`` and ``kwargs``; ``plain()`` runs it as it is."""
 
@@ -59,6 +66,7 @@ class ForwardGuard:
         self._streamer = streamer
         self._profiler = profiler
         self._checking = False
+        self._unread: tuple[torch.Tensor, torch.dtype] | None = None  # whether the last logits are finite, still on the device
 
     def attach(self, model: PreTrainedModel) -> None:
         """Put the guard around ``model.forward``."""
@@ -80,6 +88,7 @@ class ForwardGuard:
             self._streamer.watch.on = self._checking
             started = time.perf_counter()
             before = self._streamer.counts.wait_s, self._streamer.counts.read_s
+            self._read_check()
             try:
                 output = forward()
                 if self._checking:
@@ -103,20 +112,27 @@ class ForwardGuard:
             before, self._checking = self._checking, True
             try:
                 yield
+                self._read_check()
             finally:
-                self._checking = before
+                self._checking, self._unread = before, None
 
     def _check(self, output: Any) -> None:
         logits = getattr(output, "logits", None)
         if not isinstance(logits, torch.Tensor) or logits.dim() != 3:
             return
-        last = logits[:, -1]
-        if not bool((last < torch.inf).all()):  # false for NaN too
-            where = self._streamer.watch.first_bad() or "the head (every decoder layer's output is finite)"
-            raise NonFiniteError(
-                f"the logits are not finite; the first output that is not comes from {where}, computed in "
-                f"{logits.dtype}: load the model with dtype='bfloat16' or 'float32'"
-            )
+        self._unread = (logits[:, -1] < torch.inf).all(), logits.dtype  # false for NaN too
+        if self.stepper is None or not self.stepper.runs_ahead:
+            self._read_check()
+
+    def _read_check(self) -> None:
+        unread, self._unread = self._unread, None
+        if unread is None or bool(unread[0]):
+            return
+        where = self._streamer.watch.first_bad() or "the head (every decoder layer's output is finite)"
+        raise NonFiniteError(
+            f"the logits are not finite; the first output that is not comes from {where}, computed in "
+            f"{unread[1]}: load the model with dtype='bfloat16' or 'float32'"
+        )
 
     def _profile(self, started: float, wait_s: float, read_s: float) -> None:
         assert self._profiler is not None

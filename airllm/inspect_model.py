@@ -1,6 +1,7 @@
 """What `airllm inspect` says about a checkpoint folder: sizes, slots, and what a link allows. Arithmetic only.
 
-Reads config.json and the safetensors headers; no weights, no device, no transformers model.
+Reads config.json and the safetensors headers, and asks the model itself, built on meta, what its experts are: no weights, no
+device.
 """
 
 from __future__ import annotations
@@ -13,15 +14,16 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from airllm.checkpoint import CheckpointIndex, TensorEntry
+from airllm.auto_model import model_class
+from airllm.checkpoint import CheckpointIndex
 from airllm.errors import BudgetError, CheckpointError, UnsupportedModelError
 from airllm.experts.assembly import RESERVE_BYTES
 from airllm.experts.budget import GIB, SCRATCH_SLOTS, SlotPlan, auto_budget_bytes, plan_slots
+from airllm.experts.layout import ModelLayout
+from airllm.quantised import quantisation_of
+from airllm.skeleton import build_skeleton, load_config, resolve_dtype
+from airllm.weight_map import build_weight_map
 
-# "model.layers.3.mlp.experts.5.w1.weight" -> ("model.layers.3.mlp.", "5"); stacked tensors have no number.
-# Shared experts ("mlp.shared_experts.…") run for every token: they are dense weights and do not match.
-_EXPERT_NAME = re.compile(r"^(?P<module>.+\.)experts\.(?:(?P<expert>\d+)\.)?")
-_TOP_K_NAMES = ("num_experts_per_tok", "num_experts_per_token", "moe_topk", "moe_top_k", "moe_k", "top_k_experts")
 _LAYER_NAME = re.compile(r"(?:^|\.)(?:layers|h|blocks)\.\d+\.")
 _EMBEDDING_NAME = re.compile(r"(?:^|\.)(?:embed_tokens|wte|embed_in)\.weight$")
 
@@ -31,17 +33,15 @@ CONTEXT_BYTES = 512 * 2**20
 
 @dataclass(frozen=True)
 class ExpertSizes:
-    """The routed experts of a checkpoint, counted in its files."""
+    """The routed experts of a model, in the dtype that it is loaded in. ``expert_bytes`` is the largest one's."""
 
     moe_layers: int
     experts_per_layer: int
+    total_experts: int
     top_k: int
     expert_bytes: int
     total_bytes: int
-
-    @property
-    def total_experts(self) -> int:
-        return self.moe_layers * self.experts_per_layer
+    widest: int
 
     @property
     def per_token(self) -> int:
@@ -51,7 +51,7 @@ class ExpertSizes:
 
 @dataclass(frozen=True)
 class Inspection:
-    """A checkpoint as its config and headers describe it. `experts` is None for a dense model."""
+    """A checkpoint as its config and headers describe it. Without `experts`, `no_slots` says why slots cannot serve it."""
 
     folder: Path
     model_type: str
@@ -68,11 +68,9 @@ class Inspection:
     total_bytes: int
     layer_bytes: int
     embedding_bytes: int
+    dense_bytes: int
     experts: ExpertSizes | None
-
-    @property
-    def dense_bytes(self) -> int:
-        return self.total_bytes - (self.experts.total_bytes if self.experts else 0)
+    no_slots: str = ""
 
     def kv_bytes(self, tokens: int) -> int:
         """Bytes of the KV cache for `tokens` tokens."""
@@ -82,9 +80,7 @@ class Inspection:
         """Activations of one prompt, by the same estimate as expert_cache_gb="auto" (airllm.experts.assembly)."""
         if self.experts is None or not self.hidden or not self.vocabulary:
             return 0
-        width = self.experts.expert_bytes // (3 * self.hidden * self.bytes_per_value)
-        widest = max(2 * width, self.hidden)
-        row = self.bytes_per_value * (12 * self.hidden + 2 * widest)
+        row = self.bytes_per_value * (12 * self.hidden + 2 * self.experts.widest)
         return tokens * row + self.vocabulary * (4 + self.bytes_per_value)
 
 
@@ -114,6 +110,7 @@ def inspect_folder(folder: str | Path) -> Inspection:
         dtypes[str(entry.dtype).removeprefix("torch.")] += entry.nbytes
         item_bytes[entry.dtype.itemsize] += entry.nbytes
     bytes_per_value = item_bytes.most_common(1)[0][0] if item_bytes else 2
+    dense_bytes, experts, no_slots = _slots(root, index)
     window = text.get("sliding_window") if text.get("use_sliding_window", True) else None
     return Inspection(
         folder=root,
@@ -131,7 +128,39 @@ def inspect_folder(folder: str | Path) -> Inspection:
         total_bytes=index.total_bytes,
         layer_bytes=sum(e.nbytes for e in index.values() if _LAYER_NAME.search(e.name)),
         embedding_bytes=sum(e.nbytes for e in index.values() if _EMBEDDING_NAME.search(e.name)),
-        experts=expert_sizes(index.values(), text),
+        dense_bytes=dense_bytes,
+        experts=experts,
+        no_slots=no_slots,
+    )
+
+
+def _slots(root: Path, index: CheckpointIndex) -> tuple[int, ExpertSizes | None, str]:
+    """Bytes of the dense weights, the experts, and why slots cannot serve the model.
+
+    Raises WeightMapError when tensors are missing or have other shapes than the model's.
+    """
+    try:
+        config = load_config(root)
+        dtype = resolve_dtype(None, config, index)
+        model = build_skeleton(config, dtype=dtype)
+        targets = build_weight_map(model, index, dtype=dtype, quantisation=quantisation_of(config)).targets()
+        found = model_class(config).experts_of(model)
+    except UnsupportedModelError as error:
+        return index.total_bytes, None, str(error)
+    names, layout = found.parameter_names(), found.layout
+    dense = sum(spec.nbytes for name, spec in targets.items() if name not in names)
+    return dense, _sizes(found.top_k, layout), ""
+
+
+def _sizes(top_k: int, layout: ModelLayout) -> ExpertSizes:
+    return ExpertSizes(
+        moe_layers=len(layout.layers),
+        experts_per_layer=layout.num_experts,
+        total_experts=layout.total_experts,
+        top_k=top_k,
+        expert_bytes=layout.expert_bytes,
+        total_bytes=layout.total_bytes,
+        widest=layout.widest,
     )
 
 
@@ -170,43 +199,12 @@ def kv_bytes_per_token(config: Mapping[str, Any], bytes_per_value: int) -> int |
     return 2 * layers * kv_heads * head_dim * bytes_per_value
 
 
-def expert_sizes(entries: Iterable[TensorEntry], config: Mapping[str, Any]) -> ExpertSizes | None:
-    """Count the routed experts in the files, in either layout: one tensor an expert, or stacked along dimension 0.
-
-    Raises CheckpointError when layers disagree on the number of experts or on their size, UnsupportedModelError when
-    there are experts but the config does not say how many a token uses.
-    """
-    module_bytes: Counter[str] = Counter()
-    module_experts: dict[str, set[int]] = {}
-    for entry in entries:
-        match = _EXPERT_NAME.match(entry.name)
-        if match is None:
-            continue
-        module = match["module"]
-        module_bytes[module] += entry.nbytes
-        ids = {int(match["expert"])} if match["expert"] else set(range(entry.shape[0] if entry.shape else 0))
-        module_experts.setdefault(module, set()).update(ids)
-    if not module_bytes:
-        return None
-    counts = {module: len(ids) for module, ids in module_experts.items()}
-    if len(set(counts.values())) != 1:
-        raise CheckpointError(f"layers hold different numbers of experts ({sorted(set(counts.values()))}): a shard is missing")
-    experts = next(iter(counts.values()))
-    sizes = {nbytes // experts for nbytes in module_bytes.values()}
-    if len(sizes) != 1:
-        raise CheckpointError(f"experts of different layers differ in size ({sorted(sizes)} B): a tensor is missing")
-    top_k = first_int(config, _TOP_K_NAMES) or (2 if config.get("model_type") in ("phimoe", "mixtral") else None)
-    if top_k is None:
-        raise UnsupportedModelError(f"config.json names no number of experts a token ({', '.join(_TOP_K_NAMES)})")
-    return ExpertSizes(len(counts), experts, top_k, sizes.pop(), sum(module_bytes.values()))
-
-
 def require_experts(inspection: Inspection) -> ExpertSizes:
-    """The experts, or UnsupportedModelError for a dense model."""
+    """The experts, or UnsupportedModelError for a model that slots cannot serve."""
     if inspection.experts is None:
         raise UnsupportedModelError(
-            f"{inspection.folder} is a dense model ({inspection.model_type}, no tensor under '.experts.'): slots need a "
-            "mixture of experts; leave --expert-cache-gb and --vram-gb out, and stream it"
+            f"{inspection.folder} ({inspection.model_type}): slots need a mixture of experts that they can serve, and "
+            f"{inspection.no_slots}; leave --expert-cache-gb and --vram-gb out, and stream it"
         )
     return inspection.experts
 
@@ -272,7 +270,7 @@ def describe(
     """The lines that `airllm inspect` prints. A budget or a card makes a dense model an UnsupportedModelError."""
     lines = describe_files(found, link_bytes_per_s)
     if found.experts is None and budget_bytes is None and vram_bytes is None:
-        return [*lines, "", "No routed experts: a dense model, which is streamed layer by layer."]
+        return [*lines, "", f"No slots, the model is streamed layer by layer: {found.no_slots}."]
     experts = require_experts(found)
     lines += ["", *describe_experts(experts), ""]
     if vram_bytes is not None:
@@ -312,11 +310,16 @@ def describe_files(found: Inspection, link_bytes_per_s: float) -> list[str]:
 def describe_experts(experts: ExpertSizes) -> list[str]:
     return [
         f"  experts         {experts.total_bytes} B ({gib(experts.total_bytes)}) in {experts.total_experts} experts: "
-        f"{experts.moe_layers} layers of {experts.experts_per_layer}",
+        f"{experts.moe_layers} layers of {_of_each(experts)}",
         f"  one expert      {experts.expert_bytes} B ({gib(experts.expert_bytes)})",
         f"  one token       T = {experts.moe_layers} layers x {experts.top_k} = {experts.per_token} experts, "
         f"{gib(experts.per_token * experts.expert_bytes)}",
     ]
+
+
+def _of_each(experts: ExpertSizes) -> str:
+    same = experts.total_experts == experts.moe_layers * experts.experts_per_layer
+    return f"{experts.experts_per_layer}" if same else f"up to {experts.experts_per_layer}"
 
 
 def describe_card(found: Inspection, vram_bytes: int, budget_bytes: int, max_seq_len: int) -> list[str]:

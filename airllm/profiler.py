@@ -1,9 +1,14 @@
-"""Seconds spent in the parts of each forward, kept when ``profiling_mode=True``."""
+"""Seconds spent in the parts of each forward, kept when ``profiling_mode=True``; and the bar that loading shows."""
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import statistics
+from collections.abc import Iterator
+from typing import Any
+
+from tqdm.auto import tqdm
 
 log = logging.getLogger(__name__)
 
@@ -26,3 +31,10 @@ class LayeredProfiler:
         """Log the count, total and median of each item."""
         for item, times in self.profiling_time_dict.items():
             log.info("%s: %d times, %.3f s, median %.4f s", item, len(times), sum(times), statistics.median(times))
+
+
+@contextlib.contextmanager
+def progress_bar(what: str, total_bytes: int) -> Iterator[Any]:
+    """A bar in bytes on a terminal, nothing elsewhere; gives the function that moves it on."""
+    with tqdm(total=total_bytes, desc=what, unit="B", unit_scale=True, unit_divisor=1024, disable=None) as bar:
+        yield bar.update

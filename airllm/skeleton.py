@@ -23,6 +23,7 @@ from airllm import transformers_private as private
 from airllm.checkpoint import TensorEntry, TensorReader
 from airllm.errors import CheckpointError, UnsupportedModelError, WeightMapError
 from airllm.experts.host_memory import HostBlock
+from airllm.quantised import forget_quantisation, quantisation_of
 from airllm.weight_map import Chunk, LoadGroup, WeightMap
 
 log = logging.getLogger(__name__)
@@ -89,19 +90,6 @@ def resolve_dtype(
     return torch.get_default_dtype()
 
 
-def refuse_quantised(config: PretrainedConfig) -> None:
-    """Raises UnsupportedModelError, naming the method, for a checkpoint whose weights are stored quantised."""
-    for part in (config, config.get_text_config()):
-        quantised = getattr(part, "quantization_config", None)
-        if quantised:
-            raw = quantised if isinstance(quantised, dict) else quantised.to_dict()
-            method = getattr(raw.get("quant_method"), "value", raw.get("quant_method")) or "an unnamed method"
-            raise UnsupportedModelError(
-                f"the checkpoint is quantised with {method}; airllm reads plain weights only: use the unquantised "
-                "checkpoint (compression='4bit' or '8bit' then quantises it while it is split)"
-            )
-
-
 # --- the model --------------------------------------------------------------------------------------------------------
 
 
@@ -117,10 +105,12 @@ def build_skeleton(
     """The model with its parameters and persistent buffers on meta and its other buffers filled in, on the CPU.
 
     In evaluation mode, without gradients, untied (see `tie_weights`), each tensor in the dtype that transformers would
-    load it in. ``folder`` is where generation_config.json is looked for. ``config`` is not changed.
+    load it in; of a quantised checkpoint, the plain model that its weights are read into. ``folder`` is where
+    generation_config.json is looked for. ``config`` is not changed.
     """
-    refuse_quantised(config)
+    quantisation_of(config)
     config = copy.deepcopy(config)
+    forget_quantisation(config)
     if attn_implementation is not None:
         config._attn_implementation = attn_implementation
     if experts_implementation is not None:

@@ -86,6 +86,11 @@ class StepCache(Cache):
     def nbytes(self) -> int:
         return self._memory.nbytes
 
+    def memory(self, layer: int) -> tuple[torch.Tensor, torch.Tensor]:
+        """Keys and values of one layer, all of their positions."""
+        keys, values = self._memory[layer].unbind(0)
+        return keys, values
+
     @property
     def seen(self) -> int:
         """Positions that are filled."""

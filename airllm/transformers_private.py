@@ -9,20 +9,31 @@ from __future__ import annotations
 
 import copy
 import functools
+import inspect
 import os
+import sys
 import tempfile
 import threading
 import weakref
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from types import SimpleNamespace
 from typing import Any
 
 import torch
 import transformers
 from torch import nn
-from transformers import AutoModelForCausalLM, PretrainedConfig, PreTrainedModel, core_model_loading
+from transformers import (
+    AutoModelForCausalLM,
+    AutoModelForImageTextToText,
+    PretrainedConfig,
+    PreTrainedModel,
+    core_model_loading,
+)
 from transformers.conversion_mapping import get_model_conversion_mapping
+from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 from transformers.monkey_patching import patch_output_recorders
+from transformers.utils import output_capturing
 
 from airllm.errors import AirLLMError, UnsupportedModelError
 
@@ -38,17 +49,20 @@ def causal_lm_class(
 ) -> tuple[type[PreTrainedModel], PretrainedConfig]:
     """The class ``AutoModelForCausalLM.from_pretrained`` would pick, and the configuration that class wants.
 
+    A model that transformers has only together with what sees or hears is that model, whole: its text alone works too.
+
     A configuration class that transformers knows always gets transformers' own model, whatever ``auto_map`` says.
     """
     from transformers.models.auto import auto_factory
 
-    mapping = AutoModelForCausalLM._model_mapping
-    if type(config) in mapping:
-        cls = auto_factory._get_model_class(config, mapping)
-        text_config = config.sub_configs.get("text_config")
-        if text_config is not None and getattr(cls, "config_class", None) is text_config:
-            config = config.get_text_config()
-        return cls, config
+    for auto in (AutoModelForCausalLM, AutoModelForImageTextToText):
+        mapping = auto._model_mapping
+        if type(config) in mapping:
+            cls = auto_factory._get_model_class(config, mapping)
+            text_config = config.sub_configs.get("text_config")
+            if text_config is not None and getattr(cls, "config_class", None) is text_config:
+                config = config.get_text_config()
+            return cls, config
     reference = (getattr(config, "auto_map", None) or {}).get("AutoModelForCausalLM")
     if reference is None or not trust_remote_code or folder is None:
         raise UnsupportedModelError(
@@ -167,11 +181,11 @@ class Conversions:
     Some renamings remember which keys they have seen, so keys must be passed once each, in the order of `natural_key`.
     """
 
-    def __init__(self, model: PreTrainedModel, wanted: dict[str, torch.Tensor]) -> None:
+    def __init__(self, model: PreTrainedModel, wanted: dict[str, torch.Tensor], quantiser: Any = None) -> None:
         self._model = model
         self._prefix = model.base_model_prefix
         self._wanted = wanted
-        mapping = get_model_conversion_mapping(model)
+        mapping = get_model_conversion_mapping(model, None, quantiser)
         self._renamings = [entry for entry in mapping if isinstance(entry, core_model_loading.WeightRenaming)]
         self._converters = [entry for entry in mapping if isinstance(entry, core_model_loading.WeightConverter)]
         self._by_pattern = {pattern: entry for entry in self._converters for pattern in entry.source_patterns}
@@ -212,7 +226,7 @@ def layout_of(converter: Any) -> str | None:
     order of the source patterns. ``"join"``: the sources fill the rows of the target. None: anything else.
     """
     ops = converter.operations
-    if len(converter.target_patterns) != 1:
+    if len(converter.target_patterns) != 1 or not ops:
         return None
     kinds = [(type(op), getattr(op, "dim", None)) for op in ops]
     stack = (core_model_loading.MergeModulelist, 0)
@@ -223,6 +237,43 @@ def layout_of(converter: Any) -> str | None:
     if kinds == [(core_model_loading.Concatenate, 0)]:
         return "join"
     return None
+
+
+def by_expert(converter: Any) -> str | None:
+    """How one expert's part of the result can be made from that expert's sources alone.
+
+    ``"listed"``: each source pattern lists a tensor per expert. ``"stacked"``: each source has the expert axis first. None:
+    the operations look across experts, or cannot be told not to.
+    """
+    ops = [op for op in converter.operations if not _dequantises(op)]
+    if len(converter.target_patterns) != 1:
+        return None
+    listed = bool(ops) and isinstance(ops[0], core_model_loading.MergeModulelist) and ops[0].dim == 0
+    rest = ops[1:] if listed else ops
+    if not all(_within_expert(op) for op in rest):
+        return None
+    return "listed" if listed else "stacked"
+
+
+def _within_expert(op: Any) -> bool:
+    """Whether an operation leaves the first axis alone."""
+    axes = [getattr(op, name) for name in ("dim", "dim0", "dim1") if hasattr(op, name)]
+    return bool(axes) and all(axis > 0 for axis in axes)
+
+
+def _dequantises(op: Any) -> bool:
+    return getattr(op, "hf_quantizer", None) is not None
+
+
+def takes_stored_dtype(converter: Any) -> bool:
+    """Whether a converter wants its sources as they are stored: it dequantises them."""
+    return any(_dequantises(op) for op in converter.operations)
+
+
+def leaves_alone(converter: Any, shape: tuple[int, ...], wanted: tuple[int, ...]) -> bool:
+    """Whether a single source of this shape, stored unquantised, goes through a converter unchanged."""
+    ops = [op for op in converter.operations if not _dequantises(op)]
+    return shape == wanted and all(getattr(op, "check_dims", False) for op in ops)
 
 
 def not_reported(model: PreTrainedModel, missing: set[str], unexpected: set[str]) -> tuple[set[str], set[str]]:
@@ -251,16 +302,77 @@ def tie(model: PreTrainedModel, missing: set[str]) -> None:
     model.tie_weights(missing_keys=set(missing), recompute_mapping=False)
 
 
+def layer_configs(config: PretrainedConfig) -> list[Any]:
+    """The configuration of each decoder layer: since 5.20 layers may have heads and widths of their own."""
+    text: Any = config.get_text_config()
+    own = getattr(text, "per_layer_config", None)
+    return [text] * text.num_hidden_layers if own is None else list(own)
+
+
 # --- experts ----------------------------------------------------------------------------------------------------------
 
 
 def expert_modules(model: nn.Module) -> list[tuple[str, nn.Module]]:
-    """The fused experts modules: those of a class under transformers' experts interface, with a 3-D parameter."""
-    return [
-        (name, module)
-        for name, module in model.named_modules()
-        if hasattr(type(module), "_apply_gate") and any(p.dim() == 3 for p in module.parameters(recurse=False))
-    ]
+    """The fused experts modules: a down projection with an expert axis beside one that leads into the experts."""
+    return [(name, module) for name, module in model.named_modules() if _is_experts(module)]
+
+
+def _is_experts(module: nn.Module) -> bool:
+    own = module._parameters
+    down, into = own.get("down_proj"), own.get("gate_up_proj", own.get("up_proj"))
+    return down is not None and into is not None and down.dim() == into.dim() == 3
+
+
+def call_arguments(module: nn.Module) -> list[str]:
+    """The names of a module's arguments, of its own forward below transformers' dispatch between implementations."""
+    forward = inspect.unwrap(type(module).forward)
+    return list(inspect.signature(forward).parameters)[1:]
+
+
+def own_experts_forward(module: nn.Module) -> Callable[..., torch.Tensor]:
+    """transformers' eager forward of an experts module, below its dispatch between implementations: unbound."""
+    return inspect.unwrap(type(module).forward)
+
+
+# --- attention --------------------------------------------------------------------------------------------------------
+
+
+@contextmanager
+def attention_replaced(config: PretrainedConfig, function: Callable[..., Any]) -> Iterator[str]:
+    """Inside, models with ``config`` compute attention by ``function``. Gives the name of what it stands in for."""
+    name, stand_in = config._attn_implementation or "eager", f"airllm_{id(function)}"
+    ALL_ATTENTION_FUNCTIONS[stand_in] = function
+    config._attn_implementation = stand_in
+    try:
+        yield name
+    finally:
+        config._attn_implementation = name
+        del ALL_ATTENTION_FUNCTIONS[stand_in]
+
+
+def attention_function(name: str, module: nn.Module) -> Callable[..., Any]:
+    """What an attention ``module`` calls under ``name``; "eager" is a function of the file that defines the module."""
+    if name == "eager":
+        function: Callable[..., Any] = sys.modules[type(module).__module__].eager_attention_forward
+        return function
+    return ALL_ATTENTION_FUNCTIONS[name]
+
+
+# --- collected outputs ------------------------------------------------------------------------------------------------
+
+
+def listen(hooks: Mapping[int, Callable[..., Any]]) -> bool:
+    """Whether these forward hooks of a module do anything now.
+
+    The hooks by which transformers collects hidden states, attentions and router logits stay in a model from the first
+    forward that was asked for some on, and are idle in all others.
+    """
+    if not hooks:
+        return False
+    wanted = output_capturing._active_collector.get() or {}
+    if any(not key.startswith("_") for key in wanted):
+        return True
+    return any(getattr(hook, "__module__", "") != output_capturing.__name__ for hook in hooks.values())
 
 
 # --- generation -------------------------------------------------------------------------------------------------------

@@ -15,6 +15,7 @@ from collections import OrderedDict
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from math import prod
+from typing import Any
 
 import torch
 from transformers import PreTrainedModel
@@ -22,6 +23,7 @@ from transformers import PreTrainedModel
 from airllm import transformers_private as private
 from airllm.checkpoint import TensorEntry, TensorReader
 from airllm.errors import WeightMapError
+from airllm.quantised import dequantiser
 from airllm.weight_sources import Conversion, Draft, Piece, TargetSpec, draft_conversion, draft_pieces
 
 __all__ = ["Chunk", "LoadGroup", "Piece", "TargetSpec", "WeightMap", "build_weight_map"]
@@ -154,13 +156,17 @@ class WeightMap:
     def read_expert(self, target: str, expert: int, reader: TensorReader, out: torch.Tensor) -> None:
         """Fill ``out`` [R, C] (or [R]) with ``target[expert]`` of a stacked target [E, R, C] (or [E, R]).
 
-        ``out`` is a contiguous CPU tensor of the target's dtype. Straight groups read just that expert's bytes. Others
-        are converted whole; the last two conversions are kept, so that reading expert after expert costs one each.
+        ``out`` is a contiguous CPU tensor of the target's dtype. Straight groups read just that expert's bytes, and most
+        conversions make one expert at a time. Others are converted whole; the last two of these are kept, so that reading
+        expert after expert costs one each.
         """
         group, spec = self.group_of(target), self._specs[target]
         if not 0 <= expert < spec.shape[0]:
             raise WeightMapError(f"{target} has {spec.shape[0]} experts, there is no expert {expert}")
         _check_out(target, out, spec.shape[1:], spec.dtype)
+        if group.conversion is not None and group.conversion.by_expert:
+            out.copy_(group.conversion.run_expert(reader, expert))
+            return
         if group.conversion is not None:
             out.copy_(self._convert(group, reader)[target][expert])
             return
@@ -184,14 +190,22 @@ class WeightMap:
             return made
 
 
-def build_weight_map(model: PreTrainedModel, index: Mapping[str, TensorEntry], *, dtype: torch.dtype) -> WeightMap:
+def build_weight_map(
+    model: PreTrainedModel,
+    index: Mapping[str, TensorEntry],
+    *,
+    dtype: torch.dtype,
+    quantisation: dict[str, Any] | None = None,
+) -> WeightMap:
     """Match a checkpoint with ``model`` (built on meta in ``dtype``), as transformers' ``from_pretrained`` would.
+
+    ``quantisation`` is what config.json says of weights stored quantised (see `airllm.quantised`).
 
     Raises:
         WeightMapError: tensors that are missing, of another shape, or experts that are missing; names all of them.
     """
     wanted = model.state_dict()
-    conversions = private.Conversions(model, wanted)
+    conversions = private.Conversions(model, wanted, dequantiser(quantisation))
     plan = private.DtypePlan(model, dtype)
     drafts, unexpected = _assign(conversions, index, wanted)
     groups: list[LoadGroup] = []

@@ -5,7 +5,7 @@ The parts of the weight map that look at one target at a time. Shapes are proved
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from math import prod
 from typing import Any
@@ -14,6 +14,8 @@ import torch
 
 from airllm import transformers_private as private
 from airllm.checkpoint import TensorEntry, TensorReader
+
+_Choose = Callable[[Sequence[TensorEntry]], Sequence[TensorEntry]]
 
 
 @dataclass(frozen=True, slots=True)
@@ -65,30 +67,80 @@ class Conversion:
         self._converter = converter
         self._target = target
         self._sources = sources
-        self._dtype = dtype
+        self._dtype = None if private.takes_stored_dtype(converter) else dtype
+        self.by_expert = ""
+        """How `run_expert` finds an expert's sources ("listed" or "stacked"); "" where only `run` is possible."""
 
     def run(self, reader: TensorReader) -> dict[str, torch.Tensor]:
         """Read every source, cast it (transformers casts first, too) and convert; one group in memory."""
         read = {
-            pattern: [reader.read(entry).to(self._dtype) for entry in entries]
+            pattern: [self._cast(reader.read(entry)) for entry in entries]
             for pattern, entries in self._sources.items()
         }
         return self._conversions.convert(self._converter, self._target, read)
 
+    def run_expert(self, reader: TensorReader, expert: int) -> torch.Tensor:
+        """What `run` would make of one expert: [R, C] (or [R]) of a stacked target; one expert in memory."""
+        read = {
+            pattern: [self._cast(_read_expert(reader, entries, expert, self.by_expert))]
+            for pattern, entries in self._sources.items()
+        }
+        return self._conversions.convert(self._converter, self._target, read)[self._target][0]
+
+    def expert_shapes(self, wanted: tuple[int, ...]) -> dict[str, tuple[int, ...]]:
+        """`shapes`, from one expert alone, where the converter treats each of ``wanted[0]`` experts by itself; sets
+        `by_expert` then. Empty otherwise."""
+        kind, experts = private.by_expert(self._converter), wanted[0] if len(wanted) > 1 else 0
+        if kind is None or not all(_has_experts(entries, experts, kind) for entries in self._sources.values()):
+            return {}
+        one = self._shapes(lambda entries: entries[:1] if kind == "listed" else entries, 1 if kind == "stacked" else None)
+        shape = one.get(self._target, ())
+        if len(one) != 1 or shape[:1] != (1,):
+            return {}
+        self.by_expert = kind
+        return {self._target: (experts, *shape[1:])}
+
+    def _cast(self, tensor: torch.Tensor) -> torch.Tensor:
+        return tensor if self._dtype is None else tensor.to(self._dtype)
+
     def shapes(self) -> dict[str, tuple[int, ...]]:
         """Names and shapes of what `run` makes, without reading."""
+        return self._shapes(lambda entries: entries, None)
+
+    def _shapes(self, choose: _Choose, rows: int | None) -> dict[str, tuple[int, ...]]:
         try:
-            made = self._run_empty("meta")
+            made = self._run_empty("meta", choose, rows)
         except (NotImplementedError, RuntimeError):  # an operation that looks at values
-            made = self._run_empty("cpu")
+            made = self._run_empty("cpu", choose, rows)
         return {name: tuple(tensor.shape) for name, tensor in made.items()}
 
-    def _run_empty(self, device: str) -> dict[str, torch.Tensor]:
+    def _run_empty(self, device: str, choose: _Choose, rows: int | None) -> dict[str, torch.Tensor]:
+        """Convert zeros in the place of the chosen sources, the first axis cut to ``rows``."""
         empty = {
-            pattern: [torch.zeros(entry.shape, dtype=self._dtype, device=device) for entry in entries]
+            pattern: [self._zeros(entry, device, rows) for entry in choose(entries)]
             for pattern, entries in self._sources.items()
         }
         return self._conversions.convert(self._converter, self._target, empty)
+
+    def _zeros(self, entry: TensorEntry, device: str, rows: int | None) -> torch.Tensor:
+        shape = entry.shape if rows is None else (rows, *entry.shape[1:])
+        return torch.zeros(shape, dtype=self._dtype or entry.dtype, device=device)
+
+
+def _has_experts(entries: Sequence[TensorEntry], experts: int, kind: str) -> bool:
+    if kind == "listed":
+        return len(entries) == experts
+    return len(entries) == 1 and entries[0].shape[:1] == (experts,)
+
+
+def _read_expert(reader: TensorReader, entries: Sequence[TensorEntry], expert: int, kind: str) -> torch.Tensor:
+    """One expert's own tensor, or its slice [1, ...] of the stacked one."""
+    if kind == "listed":
+        return reader.read(entries[expert])
+    (entry,) = entries
+    out = torch.empty((1, *entry.shape[1:]), dtype=entry.dtype)
+    reader.read_into(entry, out, expert * out.nbytes)
+    return out
 
 
 def draft_conversion(
@@ -97,7 +149,7 @@ def draft_conversion(
     """The conversion, the shapes of its targets, and what is wrong with it."""
     conversion = Conversion(conversions, draft.converter, spec.name, draft.sources, spec.dtype)
     try:
-        return conversion, conversion.shapes(), None
+        return conversion, conversion.expert_shapes(spec.shape) or conversion.shapes(), None
     except (ValueError, KeyError, IndexError, RuntimeError) as error:
         names = ", ".join(f"{entry.name} {list(entry.shape)}" for entry in draft.entries[:4])
         return None, {}, f"{spec.name}: transformers cannot convert {names}: {error}"
@@ -108,6 +160,10 @@ def draft_pieces(draft: Draft, spec: TargetSpec) -> tuple[list[Piece] | None, st
     if draft.converter is None:
         (entry,) = draft.entries
         return [Piece(entry)], _wrong_shape(spec, entry, spec.shape)
+    if len(draft.entries) == 1 and private.leaves_alone(draft.converter, draft.entries[0].shape, spec.shape):
+        entry = draft.entries[0]
+        if entry.dtype.is_floating_point and entry.dtype.itemsize > 1:
+            return [Piece(entry)], None
     layout = private.layout_of(draft.converter)
     if layout is None:
         return None, None

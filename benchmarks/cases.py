@@ -25,6 +25,7 @@ from benchmarks import machine  # noqa: E402
 WARM_TOKENS = 3
 SLOTS = {"slots": "plain", "slots_device": "device"}
 """Cases of the slot backend, and the engine each runs."""
+TURNS = 5
 COUNTED = ("hits", "misses", "evictions", "bypasses", "h2d_copies", "h2d_bytes", "generation_disk_expert_reads", "bytes_read")
 
 
@@ -164,16 +165,50 @@ def run_case(request: dict[str, Any], device: torch.device) -> dict[str, Any]:
         modes = measure_all(request, model, device)
         stats = stats_of(model, request["kind"])
         stages["generated"] = machine.memory_now()
-    return {
-        "kind": request["kind"],
-        "load_s": load_s,
-        "modes": modes,
-        "stats": stats,
-        "peak_process_bytes": peak.bytes(),
-        "peak_process_source": peak.source,
-        "stages": stages,
-        "device_memory": machine.device_memory(device),
-    }
+        answer = {
+            "kind": request["kind"],
+            "load_s": load_s,
+            "modes": modes,
+            "stats": stats,
+            "peak_process_bytes": peak.bytes(),
+            "peak_process_source": peak.source,
+            "stages": stages,
+            "device_memory": machine.device_memory(device),
+        }
+        if request["kind"] == "streaming":  # last: measuring bandwidths takes memory of its own
+            answer["turns"] = [stream_turn(request, model, device) for _ in range(TURNS)]
+    return answer
+
+
+def stream_turn(request: dict[str, Any], model: Any, device: torch.device) -> dict[str, Any]:
+    """A few streamed tokens, then at once the bandwidths their floor is made of: the host's speed drifts in a run."""
+    run = measure(request, model, device, 0, request["modes"][0] == "forced")
+    moved = {name: value / len(run["decode_s"]) for name, value in run["decode"].items()}
+    size = 2**28 if device.type == "cuda" else 2**24
+    link = machine.link_bandwidths(device, request["expert_bytes"], size)
+    copying = max(machine.host_copy_bandwidth(size, threads) for threads in machine.thread_counts())
+    rates = {f"{name}_bytes_per_s": rate for name, rate in {**link, "host_copy": copying}.items()}
+    return {"decode_s": run["decode_s"], "per_token": moved, "bandwidths": rates}
+
+
+def run_pair(request: dict[str, Any], device: torch.device) -> dict[str, Any]:
+    """Several kinds in one process, a prompt each in turn, so that all of them meet the same moods of the host."""
+    from airllm.token_clock import TokenClock
+
+    turns = []
+    with contextlib.ExitStack() as stack:
+        models = {}
+        for kind in request["of"]:
+            models[kind] = stack.enter_context(loaded(request | {"kind": kind}, device))
+            generate(models[kind], request["prompts"][0], min(WARM_TOKENS, request["tokens"]), TokenClock(), device, None)
+        for mode in request["modes"]:
+            for number in range(len(request["prompts"])):
+                times = {
+                    kind: measure(request | {"kind": kind}, model, device, number, mode == "forced")["decode_s"]
+                    for kind, model in models.items()
+                }
+                turns.append({"mode": mode, "decode_s": times})
+    return {"kind": "pair", "turns": turns}
 
 
 def stats_of(model: Any, kind: str) -> dict[str, Any] | None:
@@ -219,7 +254,7 @@ def answer(text: str) -> str:
     device = machine.pick_device(request.get("device"))
     if request.get("threads"):
         torch.set_num_threads(request["threads"])
-    run = {"machine": run_machine, "sweep": run_sweep}.get(request["kind"], run_case)
+    run = {"machine": run_machine, "sweep": run_sweep, "pair": run_pair}.get(request["kind"], run_case)
     return json.dumps(run(request, device), default=jsonable)
 
 

@@ -8,7 +8,9 @@
 
 Prompt and decoding are timed apart. Every floor comes from bandwidths measured in this run: for slots max(missed bytes /
 pinned link, bytes the device must read / device memory), for streaming max(bytes read / host copy, bytes moved / link).
-Token ids are compared with plain transformers in eager mode where `--vs eager` runs it, else with streaming.
+The speed of a shared host drifts within a run. So where `--vs eager` runs, slots and eager also decode in turn, prompt by
+prompt in one process, and are compared turn by turn; and after each turn of streaming the bandwidths of its floor are
+measured. Token ids are compared with plain transformers in eager mode where `--vs eager` runs it, else with streaming.
 
 Decoding modes: `forced` decodes a fixed random script (free greedy decoding on random weights falls into loops) and
 compares what greedy decoding would have taken at each step; `free` is plain greedy decoding.
@@ -185,6 +187,7 @@ def run_all(args: argparse.Namespace) -> dict[str, Any]:
         "prompts": make_prompts(folder, args.prompts, args.prompt_tokens, args.seed),
         "scripts": [random_ids(folder, args.tokens, 7_000_000 + args.seed * 1000 + n) for n in range(args.prompts)],
         "modes": ["forced", "free"] if decode == "both" else [decode],
+        "expert_bytes": sizes.expert_bytes,
         "max_seq_len": args.tokens + max(512, args.prompt_tokens),
     }
     where = run_child({"kind": "machine", "device": str(device), "expert_bytes": sizes.expert_bytes}, args.case_timeout)
@@ -197,6 +200,10 @@ def run_all(args: argparse.Namespace) -> dict[str, Any]:
             cases[kind] = {"kind": kind, "skipped": "accelerate has nothing to offload from on the CPU"}
             continue
         cases[kind] = run_child(request_for(kind, args, shared), args.case_timeout)
+    pair = None
+    if "eager" in args.kinds and "slots" in args.kinds:
+        of = [kind for kind in ("eager", "slots", "slots_device") if kind in args.kinds]
+        pair = run_child(shared | {"kind": "pair", "of": of}, args.case_timeout)
     sweep = None
     if args.budgets:
         keep_so_far(args.output_json, where, cases)
@@ -204,7 +211,7 @@ def run_all(args: argparse.Namespace) -> dict[str, Any]:
     asked = {name: shared[name] for name in ("dtype", "device", "budget_gb", "accelerate_gb", "tokens", "modes")}
     asked |= {"source": args.geometry or args.model, "revision": args.revision, "prompts": args.prompts}
     asked |= {"prompt_tokens": [len(prompt) for prompt in shared["prompts"]], "seed": args.seed}
-    return reporting.assemble(asked, require_experts(inspect_folder(folder)), sizes, where, cases, sweep)
+    return reporting.assemble(asked, require_experts(inspect_folder(folder)), sizes, where, cases, sweep, pair)
 
 
 def main(arguments: list[str] | None = None) -> int:

@@ -58,18 +58,18 @@ def impossible(moved_bytes: float, seconds: float, bandwidths: Mapping[str, floa
     return f"{moved_bytes:.0f} B in {seconds:.6f} s is {rate / 1e9:.1f} GB/s, the link was measured at {limit / 1e9:.1f} GB/s"
 
 
-def spread(seconds: Sequence[float]) -> dict[str, float]:
-    """Median and spread of a list of times."""
-    ordered = sorted(seconds)
-    return {
-        "count": len(ordered),
-        "median_s": statistics.median(ordered),
-        "mean_s": statistics.fmean(ordered),
-        "p10_s": percentile(ordered, 0.1),
-        "p90_s": percentile(ordered, 0.9),
-        "min_s": ordered[0],
-        "max_s": ordered[-1],
+def spread(values: Sequence[float], unit: str = "_s") -> dict[str, float]:
+    """Median and spread of a list, under names that end in ``unit``."""
+    ordered = sorted(values)
+    figures = {
+        "median": statistics.median(ordered),
+        "mean": statistics.fmean(ordered),
+        "p10": percentile(ordered, 0.1),
+        "p90": percentile(ordered, 0.9),
+        "min": ordered[0],
+        "max": ordered[-1],
     }
+    return {"count": len(ordered)} | {name + unit: value for name, value in figures.items()}
 
 
 def percentile(ordered: Sequence[float], fraction: float) -> float:

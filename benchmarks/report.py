@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import statistics
 from collections.abc import Iterator, Mapping
 from dataclasses import asdict, dataclass
 from typing import Any
@@ -53,6 +54,7 @@ def assemble(
     where: dict[str, Any],
     cases: dict[str, dict[str, Any]],
     sweep: dict[str, Any] | None,
+    pair: dict[str, Any] | None = None,
 ) -> dict[str, Any]:
     """The whole result. `faults` lists everything that makes it unfit to be quoted."""
     result: dict[str, Any] = {
@@ -69,6 +71,8 @@ def assemble(
         result["cases"][kind] = judged(case, sizes, where["bandwidths"]) if "modes" in case else case
     compare_tokens(result)
     result["ratios"] = list(ratios(result["cases"]))
+    if pair is not None:
+        result["pair"] = pair | {"ratios": list(pair_ratios(pair.get("turns", [])))}
     if sweep is not None:
         result["sweep"] = judge_sweep(sweep, sizes, where["bandwidths"])
     result["faults"] += list(find_faults(result))
@@ -80,7 +84,26 @@ def judged(case: dict[str, Any], sizes: Sizes, bandwidths: Mapping[str, float]) 
     case["summary"] = {
         mode: summarise(case["kind"], runs, sizes, bandwidths) for mode, runs in case["modes"].items() if runs
     }
+    if "turns" in case:
+        case["turn_ratios"] = floors.spread([turn_ratio(turn) for turn in case["turns"]], "")
     return case
+
+
+def turn_ratio(turn: dict[str, Any]) -> float:
+    """A streamed token's time over its floor, both of the same moment."""
+    moved = turn["per_token"]
+    floor = floors.stream_floor(moved["bytes_read"], moved["h2d_bytes"], turn["bandwidths"])
+    return statistics.median(turn["decode_s"]) / floor.seconds
+
+
+def pair_ratios(turns: list[dict[str, Any]]) -> Iterator[dict[str, Any]]:
+    """Each kind's time a token over eager's of the same turn."""
+    for mode in sorted({turn["mode"] for turn in turns}):
+        times = [turn["decode_s"] for turn in turns if turn["mode"] == mode]
+        for kind in times[0]:
+            if kind != "eager":
+                ratios = [statistics.median(each[kind]) / statistics.median(each["eager"]) for each in times]
+                yield {"of": kind, "baseline": "eager", "mode": mode} | floors.spread(ratios, "")
 
 
 def summarise(kind: str, runs: list[dict], sizes: Sizes, bandwidths: Mapping[str, float]) -> dict[str, Any]:
@@ -188,7 +211,7 @@ def judge_sweep(sweep: dict[str, Any], sizes: Sizes, bandwidths: Mapping[str, fl
 
 
 def find_faults(result: dict[str, Any]) -> Iterator[str]:
-    for kind, case in [*result["cases"].items(), ("sweep", result.get("sweep") or {})]:
+    for kind, case in [*result["cases"].items(), *((name, result.get(name) or {}) for name in ("sweep", "pair"))]:
         if "error" in case:
             yield f"{kind} failed: {case['error']}"
         for mode, summary in case.get("summary", {}).items():
@@ -211,6 +234,7 @@ def find_faults(result: dict[str, Any]) -> Iterator[str]:
 def as_text(result: dict[str, Any]) -> str:
     lines = [*heading(result), "", *table(result), ""]
     lines += [ratio_line(ratio) for ratio in result["ratios"]]
+    lines += turn_lines(result)
     lines += memory_lines(result)
     if "points" in (result.get("sweep") or {}):
         lines += ["", *sweep_lines(result["sweep"])]
@@ -273,6 +297,18 @@ def ratio_line(ratio: dict[str, Any]) -> str:
         f"{ratio['what']} ({ratio['mode']}): slots {ratio['slots_s'] * 1e3:.2f} ms, {ratio['baseline']} "
         f"{ratio['baseline_s'] * 1e3:.2f} ms: {ratio['times_faster']:.2f} x the speed of the baseline {ratio['baseline']}"
     )
+
+
+def turn_lines(result: dict[str, Any]) -> Iterator[str]:
+    for ratio in (result.get("pair") or {}).get("ratios", []):
+        yield f"in turn, {ratio['mode']}: {ratio['of']} / {ratio['baseline']}, time a token: {spread_text(ratio)}"
+    for kind, case in result["cases"].items():
+        if "turn_ratios" in case:
+            yield f"{kind}: time a token / its floor, measured in turn: {spread_text(case['turn_ratios'])}"
+
+
+def spread_text(spread: Mapping[str, float]) -> str:
+    return f"{spread['median']:.3f} (p10 {spread['p10']:.3f}, p90 {spread['p90']:.3f}, {spread['count']} turns)"
 
 
 def memory_lines(result: dict[str, Any]) -> Iterator[str]:

@@ -13,7 +13,8 @@ from transformers.models.phimoe.modeling_phimoe import PhimoeExperts
 from airllm.checkpoint import TensorReader
 from airllm.experts.bank import HostBank
 from airllm.experts.budget import plan_slots
-from airllm.experts.layout import ExpertLayout
+from airllm.experts.compute import ExpertMath
+from airllm.experts.layout import ExpertLayout, ModelLayout
 from airllm.experts.runtime import SlotExpertRuntime
 from airllm.experts.slots import SlotPool
 from airllm.experts.transfer import StreamTransfer, SyncTransfer
@@ -48,6 +49,9 @@ class MemoryWeights:
     def read_expert(self, target: str, expert: int, _reader: Any, out: torch.Tensor) -> None:
         prefix, _, name = target.rpartition(".")
         out.copy_(getattr(self.modules[prefix], name)[expert])
+
+    def forget_conversions(self) -> None:
+        """Nothing is kept."""
 
 
 class LateTransfer(SyncTransfer):
@@ -123,7 +127,7 @@ class Rig:
     ) -> None:
         self.device, self.dtype, self.top_k = torch.device(device), dtype, top_k
         self.modules = experts_modules(dtype, layers=layers, experts=experts)
-        layout = ExpertLayout.from_module(next(iter(self.modules.values())))
+        layout = ModelLayout.of(ExpertLayout.from_module(next(iter(self.modules.values()))), layers)
         plan = plan_slots(
             budget_bytes=slots * layout.expert_bytes,
             expert_bytes=layout.expert_bytes,
@@ -156,8 +160,11 @@ class Rig:
     def gate(self, layer: int) -> Any:
         return self.oracles[layer]._apply_gate
 
+    def math(self, layer: int) -> ExpertMath:
+        return ExpertMath(self.gate(layer))
+
     def run(self, layer: int, hidden: torch.Tensor, index: torch.Tensor, weights: torch.Tensor) -> torch.Tensor:
-        return self.runtime.run(layer, hidden, index, weights, self.gate(layer))
+        return self.runtime.run(layer, hidden, index, weights, self.math(layer))
 
     def expected(self, layer: int, hidden: torch.Tensor, index: torch.Tensor, weights: torch.Tensor) -> torch.Tensor:
         return self.oracles[layer](hidden, index, weights)

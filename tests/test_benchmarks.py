@@ -215,6 +215,22 @@ def test_a_case_that_failed_is_a_fault_and_does_not_hide_the_others():
     assert result["cases"]["slots"]["summary"]["free"]["tokens"]["identical"]
 
 
+def test_what_ran_in_turn_is_compared_turn_by_turn():
+    slow = {"mode": "free", "decode_s": {"eager": [0.2, 0.4, 0.2], "slots": [0.08, 0.08, 0.8]}}
+    fast = {"mode": "free", "decode_s": {"eager": [0.05, 0.05, 0.05], "slots": [0.03, 0.03, 0.03]}}
+    (ratio,) = report.pair_ratios([slow, fast, fast])
+    assert (ratio["of"], ratio["baseline"], ratio["mode"], ratio["count"]) == ("slots", "eager", "free", 3)
+    assert (ratio["median"], ratio["min"], ratio["max"]) == pytest.approx((0.6, 0.4, 0.6))
+    assert report.spread_text(ratio) == "0.600 (p10 0.400, p90 0.600, 3 turns)"
+
+
+def test_a_turn_of_streaming_is_held_against_the_bandwidths_of_its_moment():
+    turn = {"decode_s": [0.3, 0.3, 0.9], "per_token": {"bytes_read": 2e9, "h2d_bytes": 2e9}, "bandwidths": RATES}
+    assert report.turn_ratio(turn) == pytest.approx(1.5)
+    halved = turn | {"bandwidths": {name: rate / 2 for name, rate in RATES.items()}}
+    assert report.turn_ratio(halved) == pytest.approx(0.75)
+
+
 # ---- the machine probe and the measuring of one case
 
 
@@ -281,6 +297,8 @@ def test_the_benchmark_runs_on_the_cpu_and_ends_with_its_json(tmp_path, capsys, 
     for kind in ("streaming", "slots"):
         for mode in ("forced", "free"):
             assert result["cases"][kind]["summary"][mode]["tokens"] == {"compared": 3, "equal": 3, "identical": True}
+    assert len(result["cases"]["streaming"]["turns"]) == result["cases"]["streaming"]["turn_ratios"]["count"] == cases.TURNS
+    assert [(ratio["of"], ratio["mode"]) for ratio in result["pair"]["ratios"]] == [("slots", "forced"), ("slots", "free")]
     small, whole = result["sweep"]["points"]
     assert (small["slot_count"], whole["slot_count"]) == (5, 32)
     assert small["summary"]["forced"]["hit_rate"] < whole["summary"]["forced"]["hit_rate"]

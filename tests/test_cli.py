@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import logging
 import subprocess
 import sys
@@ -163,16 +162,32 @@ def test_inspect_counts_the_same_experts_in_files_that_stack_them(tmp_path, spea
     assert one.experts.expert_bytes == 2 * TINY.expert_values
 
 
-def test_shared_experts_are_dense_weights():
-    from airllm.checkpoint import TensorEntry
+def test_inspect_counts_of_any_family_what_slots_would_hold(checkpoint):
+    found = inspect_model.inspect_folder(checkpoint("deepseek_v3"))
+    assert found.experts is not None and found.no_slots == ""
+    sizes = found.experts  # the first layer is dense, and shared experts are dense weights
+    assert (sizes.moe_layers, sizes.experts_per_layer, sizes.top_k, sizes.total_experts) == (2, 8, 3, 16)
+    assert sizes.expert_bytes == 3 * 32 * 24 * 4 and sizes.total_bytes == 16 * sizes.expert_bytes
+    assert found.dense_bytes == found.total_bytes - sizes.total_bytes
 
-    def entry(name):
-        return TensorEntry(name=name, path=Path("x"), offset=0, nbytes=100, shape=(5, 10), dtype=torch.float16)
 
-    names = [f"model.layers.0.mlp.experts.{expert}.up_proj.weight" for expert in range(4)]
-    names += ["model.layers.0.mlp.shared_experts.up_proj.weight", "model.layers.0.mlp.shared_expert.up_proj.weight"]
-    sizes = inspect_model.expert_sizes([entry(name) for name in names], {"num_experts_per_tok": 2})
-    assert (sizes.total_bytes, sizes.experts_per_layer, sizes.expert_bytes) == (400, 4, 100)
+def test_inspect_counts_a_quantised_checkpoint_in_the_dtype_it_is_loaded_in(tmp_path):
+    from test_quantised import mxfp4_checkpoint
+
+    sizes = inspect_model.inspect_folder(mxfp4_checkpoint(tmp_path / "mxfp4")).experts
+    assert sizes is not None and sizes.total_bytes == 10 * (64 * 64 * 2 + 256 + 32 * 64 * 2 + 256)  # biases padded
+
+
+def test_inspect_says_why_slots_cannot_serve_a_model(tmp_path):
+    import transformers
+
+    config = transformers.JetMoeConfig(
+        vocab_size=64, hidden_size=32, num_hidden_layers=2, num_key_value_heads=2, kv_channels=8, intermediate_size=16,
+        num_local_experts=4,
+    )  # fmt: skip
+    transformers.AutoModelForCausalLM.from_config(config).save_pretrained(tmp_path)
+    result = command("inspect", tmp_path)
+    assert result.exit_code == 0 and "No slots" in result.output and "experts contract" in result.output
 
 
 @pytest.mark.parametrize(("experts_held", "fits"), [(1, False), (2, True), (3, True)])
@@ -192,15 +207,14 @@ def test_inspect_of_a_card_leaves_room_for_dense_weights_and_the_rest(phi_tiny):
 
 
 def test_inspect_of_a_card_counts_as_the_auto_budget_does(phi_tiny):
-    from types import SimpleNamespace
-
     from transformers import AutoConfig
 
     from airllm.experts.assembly import kv_cache_bytes, workspace_bytes
+    from airllm.experts.layout import ExpertLayout, ModelLayout
 
     found, config = inspect_model.inspect_folder(phi_tiny), AutoConfig.from_pretrained(phi_tiny)
     shapes = [(896, 4096), (4096, 448)]
-    layout = SimpleNamespace(projections=[SimpleNamespace(shape=shape, dtype=torch.bfloat16) for shape in shapes])
+    layout = ModelLayout.of(ExpertLayout.from_shapes([(str(shape), shape, torch.bfloat16) for shape in shapes], 16), 32)
     for tokens in (1, 512, 4096):
         assert found.kv_bytes(tokens) == kv_cache_bytes(config, tokens, layout)
         assert found.workspace_bytes(tokens) == workspace_bytes(config, tokens, layout)
@@ -259,14 +273,17 @@ def test_inspect_takes_a_budget_or_a_card_but_not_both(phi_tiny):
     assert result.exit_code == 2 and "not both" in result.output
 
 
-def test_layers_with_different_numbers_of_experts_are_an_error(tmp_path, speaking):
-    index = json.loads((speaking / "model.safetensors.index.json").read_text())
-    assert index["weight_map"]
-    from airllm.checkpoint import CheckpointIndex
+def test_inspect_of_a_checkpoint_that_lacks_an_expert_names_it(tmp_path, speaking):
+    from safetensors.torch import load_file, save_file
 
-    entries = [e for e in CheckpointIndex.open(speaking).values() if ".layers.1.block_sparse_moe.experts.7." not in e.name]
-    with pytest.raises(airllm.CheckpointError, match="different numbers of experts"):
-        inspect_model.expert_sizes(entries, {"num_experts_per_tok": 2})
+    merged = {}
+    for path in sorted(speaking.glob("*.safetensors")):
+        merged |= load_file(path)
+    lacking = {name: tensor for name, tensor in merged.items() if ".layers.1.block_sparse_moe.experts.7." not in name}
+    save_file(lacking, tmp_path / "model.safetensors")
+    (tmp_path / "config.json").write_text((speaking / "config.json").read_text())
+    result = command("inspect", tmp_path)
+    assert result.exit_code == 1 and "layers.1.block_sparse_moe.experts.7" in result.output and "Traceback" not in result.output
 
 
 # ---- generate
@@ -341,7 +358,7 @@ def test_the_demo_exits_1_and_names_the_way_that_differs(small_demo, monkeypatch
 
 
 def test_the_demos_budgets_are_just_above_one_token_and_everything():
-    sizes = inspect_model.ExpertSizes(32, 16, 2, 11_010_048, 512 * 11_010_048)
+    sizes = inspect_model.ExpertSizes(32, 16, 512, 2, 11_010_048, 512 * 11_010_048, 4096)
     assert demo.demo_slots(sizes) == (73, 512)
 
 

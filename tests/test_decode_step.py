@@ -230,11 +230,11 @@ def test_after_a_failed_step_everything_is_right(oracle, error):
         engine, calls = model._runtime.engine, []
         whole = engine.experts
 
-        def fail(*args):
+        def fail(*args, **more):
             calls.append(args)
             if len(calls) == 9:
                 raise error
-            return whole(*args)
+            return whole(*args, **more)
 
         engine.experts = fail
         if error is torch.OutOfMemoryError:

@@ -264,7 +264,7 @@ def test_a_folder_without_a_config_is_an_error(tmp_path: Path) -> None:
             load_config(tmp_path)
 
 
-@pytest.mark.parametrize("method", ["gptq", "awq", "fp8", "bitsandbytes"])
+@pytest.mark.parametrize("method", ["gptq", "awq", "bitsandbytes"])
 def test_a_quantised_checkpoint_is_refused_by_the_name_of_its_method(
     checkpoint: Checkpoint, tmp_path: Path, method: str
 ) -> None:

@@ -370,12 +370,19 @@ def test_a_conversion_of_the_wrong_size_is_an_error(fused_llama: Path, tmp_path:
         mapped(edited(fused_llama, tmp_path / "cut", cut), torch.float32)
 
 
-def test_transposed_experts_are_converted_once_for_all_experts(
-    checkpoint: Checkpoint, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+@pytest.mark.parametrize(
+    ("operations", "reads"), [([Transpose(1, 2)], (8, 9)), ([Transpose(1, 2), Transpose(0, 0)], (2, 3))], ids=["apart", "whole"]
+)
+def test_experts_are_converted_one_at_a_time_or_once_for_all(
+    operations: list[Transpose],
+    reads: tuple[int, int],
+    checkpoint: Checkpoint,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     conversion_mapping.get_checkpoint_conversion_mapping("mixtral")
     names = ("mlp.experts.gate_up_proj", "mlp.experts.down_proj")
-    converters = [WeightConverter([name], [name], [Transpose(1, 2)]) for name in names]
+    converters = [WeightConverter([name], [name], operations) for name in names]
     state = families.oracle(checkpoint("mixtral")).state_dict()
     monkeypatch.setitem(conversion_mapping._checkpoint_conversion_mapping_cache, "mixtral", converters)
     folder = tmp_path / "transposed"
@@ -389,7 +396,7 @@ def test_transposed_experts_are_converted_once_for_all_experts(
             for name in names:
                 out = torch.empty_like(state[f"model.layers.0.{name}"][0])
                 weight_map.read_expert(f"model.layers.0.{name}", expert, reader, out)
-        assert reader.reads == 2
+        assert reader.reads == reads[0]
         weight_map.forget_conversions()
         weight_map.read_expert(f"model.layers.0.{names[1]}", 0, reader, out)
-        assert reader.reads == 3
+        assert reader.reads == reads[1]

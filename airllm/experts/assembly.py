@@ -9,13 +9,17 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import nn
+from transformers import PreTrainedModel
 
+from airllm import transformers_private as private
 from airllm.experts.bank import HostBank
 from airllm.experts.budget import MIB, SCRATCH_SLOTS, SlotPlan, auto_budget_bytes, plan_slots
-from airllm.experts.decode_graphs import ExpertGraphs, GraphedRouter, GraphPool
+from airllm.experts.compute import ExpertMath
+from airllm.experts.contract import expert_math
+from airllm.experts.decode_graphs import ExpertGraphs, GraphPool
 from airllm.experts.device_engine import DeviceEngine, why_not
-from airllm.experts.layout import ExpertLayout, common_layout
-from airllm.experts.modules import SlotExperts, find_experts
+from airllm.experts.layout import ExpertLayout, ModelLayout
+from airllm.experts.modules import SlotExperts, find_experts, find_top_k
 from airllm.experts.runtime import SlotExpertRuntime
 from airllm.experts.slots import SlotPool
 from airllm.experts.transfer import StreamTransfer, SyncTransfer, Transfer
@@ -32,24 +36,36 @@ RESERVE_BYTES = 256 * MIB
 
 @dataclass(frozen=True)
 class ExpertsFound:
-    """The experts modules of a model and what one of their experts looks like."""
+    """The experts modules of a model, what their experts look like, and what they compute."""
 
     modules: dict[str, nn.Module]
-    layout: ExpertLayout
+    layout: ModelLayout
     top_k: int
+    maths: tuple[ExpertMath, ...]
 
     @classmethod
-    def of(cls, model: nn.Module, top_k: int) -> ExpertsFound:
+    def of(cls, model: nn.Module, top_k: int | None = None) -> ExpertsFound:
+        """``top_k``: experts a token is routed to; learned from the model when left out.
+
+        Raises:
+            UnsupportedModelError: no experts modules, or one outside transformers' experts contract; says what is missing.
+        """
         modules = find_experts(model)
-        return cls(modules, common_layout(ExpertLayout.from_module(m) for m in modules.values()), top_k)
+        layout = ModelLayout(tuple(ExpertLayout.from_module(module) for module in modules.values()))
+        maths = tuple(expert_math(module) for module in modules.values())
+        if top_k is None:
+            stated = (find_top_k(model, name) for name in modules)
+            top_k = max((number for number in stated if number is not None), default=1)
+        return cls(modules, layout, min(top_k, layout.num_experts), maths)
 
     @property
     def total(self) -> int:
-        return len(self.modules) * self.layout.num_experts
+        return self.layout.total_experts
 
     def parameter_names(self) -> set[str]:
         """Full names of the parameters that live in the bank and never on the device as such."""
-        return {f"{prefix}.{p.name}" for prefix in self.modules for p in self.layout.projections}
+        layers = zip(self.modules, self.layout.layers, strict=True)
+        return {f"{prefix}.{p.name}" for prefix, layout in layers for p in layout.projections}
 
     def plan(self, budget_bytes: int, reason: str = "as asked") -> SlotPlan:
         return plan_slots(
@@ -65,7 +81,7 @@ class ExpertsFound:
         from airllm.experts.host_memory import available_bytes
 
         if device.type == "cpu":
-            free = (available_bytes() or 0) - self.total * self.layout.expert_bytes
+            free = (available_bytes() or 0) - self.layout.total_bytes
         else:
             free = torch.cuda.mem_get_info(device)[0]
         kv, workspace = kv_cache_bytes(config, max_seq_len, self.layout), workspace_bytes(config, max_seq_len, self.layout)
@@ -83,19 +99,25 @@ class ExpertsFound:
         return self.plan(budget, reason)
 
 
-def kv_cache_bytes(config: Any, tokens: int, layout: ExpertLayout) -> int:
-    """Keys and values of one sequence of ``tokens`` tokens in the model's dtype."""
+def kv_cache_bytes(config: Any, tokens: int, layout: ModelLayout) -> int:
+    """Keys and values of one sequence of ``tokens`` tokens in the model's dtype. An upper bound: layers that keep a window, a
+    compressed or a fixed state need less."""
+    values = sum(_kv_width(layer) for layer in private.layer_configs(config))
+    return 2 * values * tokens * layout.projections[0].dtype.itemsize
+
+
+def _kv_width(config: Any) -> int:
     heads = getattr(config, "num_key_value_heads", None) or config.num_attention_heads
     head_dim = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
-    return 2 * config.num_hidden_layers * heads * head_dim * tokens * layout.projections[0].dtype.itemsize
+    return int(heads * head_dim)
 
 
-def workspace_bytes(config: Any, tokens: int, layout: ExpertLayout) -> int:
+def workspace_bytes(config: Any, tokens: int, layout: ModelLayout) -> int:
     """An upper estimate of the activations of one prompt of ``tokens`` tokens: a dozen tensors of hidden width, the widest
     expert product, one row of logits in float32 and in the model's dtype."""
+    config = config.get_text_config()
     itemsize = layout.projections[0].dtype.itemsize
-    widest = max(projection.shape[0] for projection in layout.projections)
-    return tokens * itemsize * (12 * config.hidden_size + 2 * widest) + config.vocab_size * (4 + itemsize)
+    return tokens * itemsize * (12 * config.hidden_size + 2 * layout.widest) + config.vocab_size * (4 + itemsize)
 
 
 def install(
@@ -121,10 +143,10 @@ def install(
     transfer: Transfer = SyncTransfer() if device.type == "cpu" else StreamTransfer(len(pool.blocks), device)
     runtime = SlotExpertRuntime(bank, pool, transfer, top_k=found.top_k, layers=len(found.modules), policy=policy)
     for layer, (name, module) in enumerate(found.modules.items()):
-        for projection in found.layout.projections:
+        for projection in found.layout.layers[layer].projections:
             module._parameters.pop(projection.name, None)
         parent, _, leaf = name.rpartition(".")
-        setattr(model.get_submodule(parent), leaf, SlotExperts(module, runtime, layer))
+        setattr(model.get_submodule(parent), leaf, SlotExperts(module, runtime, layer, found.maths[layer]))
     # On the inner model: its forward runs under the lock that lets one forward pass at a time, hooks of the outer one do not.
     inner = getattr(model, "base_model", model)
     hook = inner.register_forward_pre_hook(_shape_hook(runtime), with_kwargs=True)
@@ -145,6 +167,8 @@ def _shape_hook(runtime: SlotExpertRuntime) -> Callable[..., None]:
 def add_device_engine(runtime: SlotExpertRuntime, model: nn.Module) -> str:
     """Give the runtime its second engine, which serves decoded steps. Returns "" or the reason why there is none."""
     experts = next(module for module in model.modules() if isinstance(module, SlotExperts))
+    if runtime.layout.uniform is None or experts.math.why_not_plain:
+        return f"the experts have {experts.math.why_not_plain or 'different layouts in different layers'}"
     reason = why_not(runtime.bank, runtime.pool, runtime.top_k, experts.apply_gate)
     if not reason:
         runtime.engine = DeviceEngine(
@@ -153,26 +177,10 @@ def add_device_engine(runtime: SlotExpertRuntime, model: nn.Module) -> str:
     return reason
 
 
-def record_graphs(runtime: SlotExpertRuntime, model: nn.Module, routers: list[nn.Module], hidden_width: int) -> str:
-    """Record the decode graphs (experts by slot, and each router). Returns "" or the reason why they stay unrecorded.
-
-    The routing weights' dtype is learned from the first router. Call with everything on the device and no forward running.
-    """
-    device = runtime.pool.blocks[0].device
-    views = runtime.pool.views
-    dtype = views[0][0].dtype
+def record_experts(
+    runtime: SlotExpertRuntime, model: PreTrainedModel, pool: GraphPool, weight_dtype: torch.dtype
+) -> ExpertGraphs:
+    """Record every place's expert for one row; ``weight_dtype`` is that of the router's weights."""
     experts = next(module for module in model.modules() if isinstance(module, SlotExperts))
-    try:
-        with torch.no_grad():
-            pool = GraphPool(device)
-            sample = routers[0](torch.zeros(1, hidden_width, dtype=dtype, device=device))
-            graphed = [GraphedRouter(pool, router, hidden_width, dtype) for router in routers]
-            runtime.graphs = ExpertGraphs(pool, views, runtime.top_k, experts.apply_gate, sample[1].dtype)
-    except RuntimeError as error:
-        runtime.graphs = None
-        log.warning("decode graphs could not be recorded, tokens take the plain way: %s", error)
-        return f"recording failed: {error}"
-    runtime.routers = graphed
-    for router in graphed:
-        router.install()
-    return ""
+    width = model.config.hidden_size
+    return ExpertGraphs(pool, runtime.pool.views, width, runtime.top_k, experts.math, weight_dtype)

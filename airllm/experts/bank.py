@@ -12,7 +12,7 @@ from tqdm.auto import tqdm
 
 from airllm.errors import HostMemoryError
 from airllm.experts import host_memory
-from airllm.experts.layout import ExpertLayout
+from airllm.experts.layout import ModelLayout
 
 if TYPE_CHECKING:
     from airllm.checkpoint import TensorReader
@@ -25,10 +25,10 @@ HEADROOM_BYTES = 256 * 2**20
 
 
 class HostBank:
-    """All ``L * E`` experts in one host block; ``block(key)`` is expert ``key = layer * E + expert`` as uint8 [expert_bytes].
+    """All experts in one host block, layer after layer; ``block(key)`` is one of them as uint8 [expert_bytes of its layer].
 
     Args:
-        layout: what one expert is.
+        layout: what the experts are, and which keys they have.
         prefixes: names of the experts modules, one a layer ("model.layers.0.mlp.experts").
         weight_map, reader: where the bytes come from.
         pin: register the block for fast copies. Refusal leaves it pageable: one warning, and ``pin_reason``.
@@ -39,7 +39,7 @@ class HostBank:
 
     def __init__(
         self,
-        layout: ExpertLayout,
+        layout: ModelLayout,
         prefixes: Sequence[str],
         weight_map: WeightMap,
         reader: TensorReader,
@@ -48,16 +48,16 @@ class HostBank:
         progress: bool = True,
     ) -> None:
         self.layout, self.prefixes = layout, tuple(prefixes)
-        self.experts = len(self.prefixes) * layout.num_experts
-        self.nbytes = self.experts * layout.expert_bytes
+        self.experts, self.nbytes = layout.total_experts, layout.total_bytes
         self._weight_map, self._reader = weight_map, reader
         self.tensor_reads = 0
         _check_available(self.nbytes, self.experts, layout.expert_bytes)
         started = time.perf_counter()
         self._memory = host_memory.HostBlock(self.nbytes)
         try:
-            self._blocks = self._memory.tensor.view(self.experts, layout.expert_bytes)
+            self._blocks = _cut(self._memory.tensor, layout)
             self._fill(progress)
+            weight_map.forget_conversions()
             if pin and not self._memory.pin():
                 log.warning(
                     "the expert bank stays pageable (%s): copies to the device will run several times slower",
@@ -71,8 +71,8 @@ class HostBank:
 
     @property
     def memory(self) -> torch.Tensor:
-        """All experts by key: uint8 [L * E, expert_bytes]."""
-        return self._blocks
+        """All experts by key: uint8 [experts, expert_bytes]. Only where all layers have one layout."""
+        return self._memory.tensor.view(self.experts, self.layout.expert_bytes)
 
     @property
     def pinned(self) -> bool:
@@ -88,17 +88,17 @@ class HostBank:
         return self.tensor_reads - self.reads_at_load
 
     def block(self, key: int) -> torch.Tensor:
-        """uint8 [expert_bytes], a view of the bank."""
+        """uint8 [expert_bytes of its layer], a view of the bank."""
         return self._blocks[key]
 
     def blocks(self) -> tuple[torch.Tensor, ...]:
         """All experts' blocks by key; made once so that the decode loop slices nothing."""
-        return tuple(self._blocks.unbind(0))
+        return self._blocks
 
     def read_expert(self, key: int, out: Sequence[torch.Tensor]) -> None:
         """Read one expert's projections from disk into ``out`` (views in layout order). The only way experts leave a file."""
-        layer, expert = divmod(key, self.layout.num_experts)
-        for projection, view in zip(self.layout.projections, out, strict=True):
+        layer, expert = self.layout.locate(key)
+        for projection, view in zip(self.layout.layers[layer].projections, out, strict=True):
             target = f"{self.prefixes[layer]}.{projection.name}"
             self._weight_map.read_expert(target, expert, self._reader, view)
             self.tensor_reads += 1
@@ -107,19 +107,26 @@ class HostBank:
         with tqdm(
             total=self.nbytes, unit="B", unit_scale=True, desc="expert bank", disable=None if progress else True, leave=False
         ) as bar:
-            for first in range(0, self.experts, self.layout.num_experts):
+            for layer, layout in enumerate(self.layout.layers):
                 # A layer at a time: conversions that need a whole layer hold one layer, not the model.
-                keys = range(first, first + self.layout.num_experts)
+                first = self.layout.first_keys[layer]
+                keys = range(first, first + layout.num_experts)
                 self._reader.run([lambda key=key: self._fill_one(key) for key in keys])  # type: ignore[misc]
-                bar.update(self.layout.num_experts * self.layout.expert_bytes)
+                bar.update(layout.num_experts * layout.expert_bytes)
 
     def _fill_one(self, key: int) -> None:
-        self.read_expert(key, self.layout.views(self._blocks[key]))
+        layer, _ = self.layout.locate(key)
+        self.read_expert(key, self.layout.layers[layer].views(self._blocks[key]))
 
     def close(self) -> None:
         """Give the memory back. Idempotent."""
-        self._blocks = torch.empty(0, dtype=torch.uint8)
+        self._blocks = ()
         self._memory.close()
+
+
+def _cut(memory: torch.Tensor, layout: ModelLayout) -> tuple[torch.Tensor, ...]:
+    sizes = [layer.expert_bytes for layer in layout.layers for _ in range(layer.num_experts)]
+    return torch.split(memory, sizes)
 
 
 def _check_available(need: int, experts: int, expert_bytes: int) -> None:

@@ -1,4 +1,4 @@
-"""The gated MLP out of a slot, in exactly the order of operations of transformers' eager experts.
+"""The MLP out of a slot, in exactly the order of operations of transformers' eager experts.
 
 What must not change, because half precision shows it: one product for gate and up together, the routing weight applied
 after the down projection and in its own dtype, experts added in ascending order, the rows of an expert neither padded nor
@@ -8,6 +8,7 @@ batched with another's. (The order is that of ``PhimoeExperts.forward`` and its 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 
 import torch
 from torch.nn.functional import linear
@@ -19,6 +20,62 @@ def gated_mlp(rows: torch.Tensor, views: Sequence[torch.Tensor], apply_gate: App
     """``rows`` [n, H] through one expert: ``views`` are gate_up_proj [2I, H] and down_proj [H, I]; gives [n, H]."""
     gate_up, down = views
     return linear(apply_gate(linear(rows, gate_up)), down)
+
+
+@dataclass(frozen=True)
+class ExpertMath:
+    """What the experts of one layer compute; the defaults are the plain contract, which `gated_mlp` serves.
+
+    Attributes:
+        apply_gate: what lies between the two products: the module's own gate, or its activation where there is no gate.
+        transposed: weights lie as [in, out].
+        bias: views hold a bias behind each weight.
+        norm: what the module does to an expert's output before it is weighted.
+        sum_in: dtype of the sum over experts: that of the hidden states, of the routing weights, or float32.
+        upcast: every operand is made float32 first.
+    """
+
+    apply_gate: ApplyGate
+    transposed: bool = False
+    bias: bool = False
+    norm: Callable[[torch.Tensor], torch.Tensor] | None = None
+    sum_in: str = "hidden"
+    upcast: bool = False
+
+    @property
+    def why_not_plain(self) -> str:
+        """What sets these experts apart from the plain contract; "" for the plain contract itself."""
+        odd = {
+            "transposed weights": self.transposed,
+            "biases": self.bias,
+            "a norm after the expert": self.norm is not None,
+            f"sums in the dtype of the {self.sum_in}": self.sum_in != "hidden",
+            "float32 arithmetic": self.upcast,
+        }
+        return ", ".join(name for name, there in odd.items() if there)
+
+    def start(self, hidden: torch.Tensor, weights: torch.Tensor) -> torch.Tensor:
+        """Zeros [T, H] for the sum over experts."""
+        dtype = {"hidden": hidden.dtype, "weights": weights.dtype, "float32": torch.float32}[self.sum_in]
+        return torch.zeros_like(hidden, dtype=dtype)
+
+    def weighted(self, rows: torch.Tensor, views: Sequence[torch.Tensor], weights: torch.Tensor) -> torch.Tensor:
+        """``weights`` [n, 1] times the expert's output for ``rows`` [n, H]; ``views`` in layout order."""
+        if self.upcast:
+            rows, weights, views = rows.float(), weights.float(), [view.float() for view in views]
+        return self._output(rows, views) * weights
+
+    def _output(self, rows: torch.Tensor, views: Sequence[torch.Tensor]) -> torch.Tensor:
+        if self.bias:
+            up, up_bias, down, down_bias = views
+            result = self._product(self.apply_gate(self._product(rows, up) + up_bias), down) + down_bias
+        else:
+            up, down = views
+            result = self._product(self.apply_gate(self._product(rows, up)), down)
+        return result if self.norm is None else self.norm(result)
+
+    def _product(self, rows: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
+        return rows @ weight if self.transposed else linear(rows, weight)
 
 
 class Routing:
@@ -49,11 +106,10 @@ class Routing:
         hidden: torch.Tensor,
         weights: torch.Tensor,
         views: Sequence[torch.Tensor],
-        apply_gate: ApplyGate,
+        math: ExpertMath,
     ) -> None:
         """``out`` [T, H] += weight * expert(hidden) for the tokens routed to ``expert``; ``weights`` [T, K]."""
         span = slice(self._edges[expert], self._edges[expert + 1])
         token, position = self._token[span], self._position[span]
-        result = gated_mlp(hidden[token], views, apply_gate)
-        result = result * weights[token, position, None]
+        result = math.weighted(hidden[token], views, weights[token, position, None])
         out.index_add_(0, token, result.to(out.dtype))

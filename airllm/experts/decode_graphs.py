@@ -8,40 +8,71 @@ results stay bit-equal; only the host time of a launch goes.
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager, suppress
 from functools import partial
 from typing import Any
 
 import torch
 
-from airllm.experts.compute import ApplyGate, gated_mlp
+from airllm.experts.compute import ExpertMath
 
 log = logging.getLogger(__name__)
 
 
 class GraphPool:
-    """Records graphs on one side stream into one shared memory pool. One owner per model; nothing is shared between models."""
+    """Records graphs on one side stream into one shared memory pool: whatever a recording gives back, a later one may reuse, so
+    graphs of one pool must be replayed in the order of their recording. Nothing is shared between models."""
 
     def __init__(self, device: torch.device) -> None:
         self.device = device
         self._stream = torch.cuda.Stream(device)
         self._pool: Any = None  # torch names the type of a pool handle differently in each release
+        self._open: torch.cuda.CUDAGraph | None = None
+
+    @contextmanager
+    def aside(self) -> Iterator[None]:
+        """Inside, work goes to the stream that records, after what the current stream was given and before what it gets."""
+        current = torch.cuda.current_stream(self.device)
+        self._stream.wait_stream(current)
+        try:
+            with torch.cuda.stream(self._stream):
+                yield
+        finally:
+            current.wait_stream(self._stream)
+
+    def begin(self) -> None:
+        """Record from here on, instead of running. Call it, and ``end``, within ``aside``."""
+        graph = torch.cuda.CUDAGraph()
+        graph.capture_begin(pool=self._pool, capture_error_mode="thread_local")
+        self._open = graph
+
+    def end(self) -> torch.cuda.CUDAGraph:
+        """The recording since ``begin``."""
+        graph, self._open = self._open, None
+        assert graph is not None
+        graph.capture_end()
+        self._pool = graph.pool()
+        return graph
+
+    def abandon(self) -> None:
+        """After an exception: record no longer."""
+        if self._open is not None:
+            with suppress(RuntimeError):  # a broken recording cannot be ended cleanly; the first error is the one to show
+                self.end()
 
     def record(self, work: Callable[[], object], warm_up: bool = True) -> torch.cuda.CUDAGraph:
         """Record ``work``; it runs once beforehand (``warm_up``), because libraries set themselves up on first use."""
-        graph = torch.cuda.CUDAGraph()
-        self._stream.wait_stream(torch.cuda.current_stream(self.device))
-        with torch.cuda.stream(self._stream):
+        with self.aside():
             if warm_up:
                 work()
-            graph.capture_begin(pool=self._pool, capture_error_mode="thread_local")
             try:
+                self.begin()
                 work()
-            finally:
-                graph.capture_end()
-        torch.cuda.current_stream(self.device).wait_stream(self._stream)
-        self._pool = graph.pool()
-        return graph
+                return self.end()
+            except BaseException:
+                self.abandon()
+                raise
 
 
 class ExpertGraphs:
@@ -54,22 +85,27 @@ class ExpertGraphs:
         self,
         pool: GraphPool,
         views: Sequence[Sequence[torch.Tensor]],
+        hidden_width: int,
         top_k: int,
-        apply_gate: ApplyGate,
+        math: ExpertMath,
         weight_dtype: torch.dtype,
     ) -> None:
-        hidden_width, dtype, device = views[0][1].shape[0], views[0][1].dtype, pool.device
-        self.row = torch.zeros(1, hidden_width, dtype=dtype, device=device)
-        self.total = torch.zeros_like(self.row)
-        self.weights = torch.zeros(1, top_k, dtype=weight_dtype, device=device)
+        self.math = math
+        self.row = torch.zeros(1, hidden_width, dtype=views[0][0].dtype, device=pool.device)
+        self.weights = torch.zeros(1, top_k, dtype=weight_dtype, device=pool.device)
+        self.total = math.start(self.row, self.weights)
         self._graphs = [
-            [pool.record(partial(self._add, place_views, k, apply_gate), warm_up=place == k == 0) for k in range(top_k)]
+            [pool.record(partial(self._add, place_views, k), warm_up=place == k == 0) for k in range(top_k)]
             for place, place_views in enumerate(views)
         ]
 
-    def _add(self, views: Sequence[torch.Tensor], k: int, apply_gate: ApplyGate) -> None:
-        result = gated_mlp(self.row, views, apply_gate) * self.weights[:, k, None]
-        self.total.add_(result.to(self.total.dtype))
+    def _add(self, views: Sequence[torch.Tensor], k: int) -> None:
+        self.total.add_(self.math.weighted(self.row, views, self.weights[:, k, None]).to(self.total.dtype))
+
+    def fit(self, hidden: torch.Tensor, weights: torch.Tensor) -> bool:
+        """Whether this token is of the kind that was recorded."""
+        same_types = hidden.dtype == self.row.dtype and weights.dtype == self.weights.dtype
+        return same_types and hidden.shape == self.row.shape and not hidden.requires_grad
 
     def load(self, hidden: torch.Tensor, weights: torch.Tensor) -> None:
         """Take the token: ``hidden`` [1, H], ``weights`` [1, K]."""
@@ -81,34 +117,3 @@ class ExpertGraphs:
         """Add the expert in ``place`` with the token's k-th weight."""
         self._graphs[place][k].replay()
 
-
-class GraphedRouter:
-    """A router's own forward, recorded for one row. Anything else (more rows, hooks, training) runs the module as it is."""
-
-    def __init__(self, pool: GraphPool, router: torch.nn.Module, hidden_width: int, dtype: torch.dtype) -> None:
-        self._router, self._plain = router, router.forward
-        self._row = torch.zeros(1, hidden_width, dtype=dtype, device=pool.device)
-        self._outputs: tuple[torch.Tensor, ...] = ()
-
-        def work() -> None:
-            outputs = self._plain(self._row)
-            self._outputs = outputs if isinstance(outputs, tuple) else (outputs,)
-
-        self._graph = pool.record(work)
-
-    def __call__(self, hidden: torch.Tensor, *args: object, **kwargs: object) -> object:
-        fits = hidden.shape == self._row.shape and hidden.dtype == self._row.dtype and not (args or kwargs)
-        if not fits or hidden.requires_grad or self._router.training:
-            return self._plain(hidden, *args, **kwargs)
-        self._row.copy_(hidden)
-        self._graph.replay()
-        if self._router._forward_hooks:
-            # Somebody collects the outputs (output_router_logits): the next token must not overwrite them.
-            return tuple(output.clone() for output in self._outputs)
-        return self._outputs
-
-    def install(self) -> None:
-        self._router.forward = self  # type: ignore[assignment]
-
-    def remove(self) -> None:
-        self._router.__dict__.pop("forward", None)

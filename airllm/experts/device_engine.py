@@ -145,16 +145,27 @@ class DeviceEngine:
         finally:
             self.stepping = False
 
-    def experts(self, layer: int, hidden: torch.Tensor, index: torch.Tensor, weights: torch.Tensor) -> torch.Tensor:
-        """The experts' part of one layer: ``hidden`` [T, H], ``index`` and ``weights`` [T, K]; gives [T, H]."""
+    def experts(
+        self,
+        layer: int,
+        hidden: torch.Tensor,
+        index: torch.Tensor,
+        weights: torch.Tensor,
+        residual: torch.Tensor | None = None,
+        out: torch.Tensor | None = None,
+    ) -> torch.Tensor:
+        """The experts' part of one layer: ``hidden`` [T, H], ``index`` and ``weights`` [T, K]; gives [T, H].
+
+        ``residual`` [T, H] is added; the result is written to ``out`` [T, H] if given.
+        """
         tables, (rows, top_k) = self.tables, index.shape
         index, weights, hidden = index.contiguous(), weights.contiguous(), hidden.contiguous()
         self.ops.route(tables, index, layer * self.num_experts, self.num_experts)
         self.ops.copy_misses(tables, self._bank, self._pool, min(rows * top_k, self.num_experts))
         inner = torch.empty(rows, top_k, self._down.shape[2], dtype=self._dtype, device=hidden.device)
         self.ops.gate_up(hidden, tables.places, self._gate_up, inner)
-        out = torch.empty_like(hidden)
-        self.ops.down(inner, tables.places, index, weights, self._down, out)
+        out = torch.empty_like(hidden) if out is None else out
+        self.ops.down(inner, tables.places, index, weights, self._down, out, residual)
         return out
 
     def pending(self) -> dict[str, int]:

@@ -115,8 +115,10 @@ def down(
     routing: torch.Tensor,
     weights: torch.Tensor,
     out: torch.Tensor,
+    residual: torch.Tensor | None = None,
 ) -> None:
-    """``out`` [T, H] = sum over a token's experts, ascending, of routing weight * down projection of ``inner`` [T, K, I].
+    """``out`` [T, H] = ``residual`` [T, H] + sum over a token's experts, ascending, of routing weight * down projection of
+    ``inner`` [T, K, I].
 
     ``places`` [T*K], ``ids`` and ``routing`` [T, K], ``weights`` [places, H, I] a view of the pool. Sums in float32.
     """
@@ -127,4 +129,6 @@ def down(
             place = int(places[token * k + position])
             if place != FREE:
                 total += weights[place].float() @ inner[token, position].float() * routing[token, position].float()
+        if residual is not None:
+            total += residual[token].float()
         out[token] = total.to(out.dtype)

@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Sequence
+from bisect import bisect_right
+from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import cached_property
+from itertools import accumulate
 
 import torch
 
@@ -12,8 +15,6 @@ from airllm.errors import UnsupportedModelError
 
 ALIGNMENT_BYTES = 256
 """Every projection and every block starts on this boundary: cuBLAS picks other kernels for badly aligned weights."""
-
-_STANDARD = {"is_transposed": False, "has_bias": False, "has_gate": True, "is_concatenated": True}
 
 
 def _aligned(count_bytes: int) -> int:
@@ -57,40 +58,100 @@ class ExpertLayout:
     def from_module(cls, module: torch.nn.Module, dtype: torch.dtype | None = None) -> ExpertLayout:
         """Layout of a transformers experts module (parameters stacked along E, on ``meta`` or real).
 
+        The blocks hold ``gate_up_proj`` (``up_proj`` where there is no gate) and ``down_proj``, each with its bias behind
+        it where the module says that it has biases, as the module has them: transposed, interleaved, joined.
+
         Raises:
-            UnsupportedModelError: the module departs from the plain contract (gate and up concatenated, no bias, not
-                transposed); the message names what is missing.
+            UnsupportedModelError: the module holds other parameters than its flags say; the message names them.
         """
-        name = type(module).__name__
-        odd = [flag for flag, want in _STANDARD.items() if getattr(module, flag, want) != want]
-        if getattr(module, "has_post_expert_norm", False):
-            odd.append("has_post_expert_norm")
-        if odd:
-            raise UnsupportedModelError(f"{name} has {', '.join(odd)}, which the slot backend does not serve yet")
         stacked = dict(module.named_parameters(recurse=False))
-        if set(stacked) != {"gate_up_proj", "down_proj"}:
+        names = projection_names(module)
+        if set(stacked) != set(names):
             raise UnsupportedModelError(
-                f"{name} holds {sorted(stacked)}; the slot backend needs gate_up_proj [E, 2I, H] and down_proj [E, H, I]"
+                f"{type(module).__name__} holds {_shapes(stacked)}; by its flags the slot backend expects {', '.join(names)}"
             )
-        num_experts = stacked["gate_up_proj"].shape[0]
-        shapes = [(key, tuple(stacked[key].shape[1:]), dtype or stacked[key].dtype) for key in ("gate_up_proj", "down_proj")]
-        return cls.from_shapes(shapes, num_experts)
+        counts = {parameter.shape[0] for parameter in stacked.values()}
+        if len(counts) != 1:
+            raise UnsupportedModelError(
+                f"{type(module).__name__} holds {_shapes(stacked)}: not the same number of experts in each"
+            )
+        shapes = [(name, tuple(stacked[name].shape[1:]), dtype or stacked[name].dtype) for name in names]
+        return cls.from_shapes(shapes, counts.pop())
 
     def views(self, block: torch.Tensor) -> tuple[torch.Tensor, ...]:
-        """Typed views of one expert's ``block`` (uint8, [expert_bytes]) in the order of ``projections``."""
+        """Typed views of one expert's ``block`` (uint8, [expert_bytes] or longer) in the order of ``projections``."""
         return tuple(
             block.narrow(0, p.offset_bytes, p.nbytes).view(p.dtype).view(p.shape) for p in self.projections
         )
 
 
-def common_layout(layouts: Iterable[ExpertLayout]) -> ExpertLayout:
-    """The one layout all layers share.
+def projection_names(module: torch.nn.Module) -> tuple[str, ...]:
+    """Parameters that an experts module has by its flags, in block order: weight, its bias if any, weight, its bias if any."""
+    weights = ("gate_up_proj" if getattr(module, "has_gate", True) else "up_proj", "down_proj")
+    if not getattr(module, "has_bias", False):
+        return weights
+    return tuple(name for weight in weights for name in (weight, f"{weight}_bias"))
 
-    Raises:
-        UnsupportedModelError: layers differ (slots are exchangeable only when every expert has the same size).
+
+def _shapes(stacked: dict[str, torch.nn.Parameter]) -> str:
+    return ", ".join(f"{name} {list(parameter.shape)}" for name, parameter in sorted(stacked.items())) or "no parameters"
+
+
+@dataclass(frozen=True)
+class ModelLayout:
+    """The layouts of all layers with experts, which are numbered among themselves, and the keys of their experts.
+
+    An expert's key counts the experts of all layers before it. Layers may differ in shape and in number of experts;
+    ``expert_bytes`` is the largest expert, so that any slot holds any expert.
     """
-    distinct = set(layouts)
-    if len(distinct) != 1:
-        sizes = sorted({layout.expert_bytes for layout in distinct})
-        raise UnsupportedModelError(f"layers hold experts of different layouts ({sizes} B); slots need one layout")
-    return distinct.pop()
+
+    layers: tuple[ExpertLayout, ...]
+
+    @property
+    def uniform(self) -> ExpertLayout | None:
+        """The one layout of all layers, None when they differ."""
+        return self.layers[0] if len(set(self.layers)) == 1 else None
+
+    @classmethod
+    def of(cls, layout: ExpertLayout, layers: int) -> ModelLayout:
+        """``layers`` layers alike."""
+        return cls((layout,) * layers)
+
+    @property
+    def projections(self) -> tuple[Projection, ...]:
+        """Those of the first layer: of every layer, where all have one layout."""
+        return self.layers[0].projections
+
+    @property
+    def num_experts(self) -> int:
+        """Experts of the largest layer."""
+        return max(layout.num_experts for layout in self.layers)
+
+    @cached_property
+    def first_keys(self) -> tuple[int, ...]:
+        """The key of each layer's expert 0, and the number of all experts."""
+        return (0, *accumulate(layout.num_experts for layout in self.layers))
+
+    @property
+    def total_experts(self) -> int:
+        return self.first_keys[-1]
+
+    @property
+    def expert_bytes(self) -> int:
+        """Bytes of the largest expert."""
+        return max(layout.expert_bytes for layout in self.layers)
+
+    def locate(self, key: int) -> tuple[int, int]:
+        """(layer, expert) of a key."""
+        layer = bisect_right(self.first_keys, key) - 1
+        return layer, key - self.first_keys[layer]
+
+    @property
+    def widest(self) -> int:
+        """The longest side of any projection: no product within an expert is wider."""
+        return max(max(projection.shape) for layer in set(self.layers) for projection in layer.projections)
+
+    @property
+    def total_bytes(self) -> int:
+        """Bytes of all experts."""
+        return sum(layout.num_experts * layout.expert_bytes for layout in self.layers)

@@ -4,15 +4,16 @@ from __future__ import annotations
 
 import logging
 import threading
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 
 from airllm.experts.bank import HostBank
-from airllm.experts.compute import ApplyGate, Routing, gated_mlp
-from airllm.experts.decode_graphs import ExpertGraphs, GraphedRouter
+from airllm.experts.compute import ExpertMath, Routing
+from airllm.experts.decode_graphs import ExpertGraphs
 from airllm.experts.device_engine import DeviceEngine
 from airllm.experts.plan import PlanCounts, Step, plan_layer, waves
 from airllm.experts.policy import AUTO_POLICY, make_policy
@@ -29,13 +30,14 @@ they use; longer ones are prompts and leave behind only what their last tokens u
 
 @dataclass(slots=True)
 class LayerCall:
-    """The arguments of one layer's forward."""
+    """The arguments of one layer's forward. ``loaded``: the graphs hold the token, and their total is what is wanted."""
 
     layer: int
     hidden: torch.Tensor
     index: torch.Tensor
     weights: torch.Tensor
-    apply_gate: ApplyGate
+    math: ExpertMath
+    loaded: ExpertGraphs | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -70,14 +72,22 @@ class SlotExpertRuntime:
     ) -> None:
         self.bank, self.pool, self.transfer = bank, pool, transfer
         self.top_k, self.layers = top_k, layers
-        self.num_experts = bank.layout.num_experts
-        self.policy = make_policy(policy, pool.plan.slots, layers, self.num_experts)
+        self.layout, self.num_experts = bank.layout, bank.layout.num_experts
+        self._first_keys = bank.layout.first_keys
+        self._views = [pool.views_as(layout) for layout in bank.layout.layers]
+        even = len({layout.num_experts for layout in bank.layout.layers}) == 1
+        self.policy = make_policy(policy if even else "lru", pool.plan.slots, layers, self.num_experts)
         self._policy_reason = AUTO_POLICY if policy == "auto" else "as asked"
+        if not even:
+            self._policy_reason = "the layers have different numbers of experts"
         self.counters = Counters()
         self.graphs: ExpertGraphs | None = None
-        self.routers: list[GraphedRouter] = []
+        self._recorder: Callable[..., torch.Tensor] | None = None
+        self.on_routing: Callable[[int, torch.Tensor], None] | None = None  # is shown each layer's experts, [T, K]
         self.engine: DeviceEngine | None = None
         self._sources = bank.blocks()
+        # Experts of smaller layers fill only the front of a place.
+        self._fronts = None if bank.layout.uniform else [block.nbytes for block in self._sources]
         self._shape = ForwardShape()
         # Experts that are in the table although their copy is not under way yet: not to be believed when a forward fails.
         self._suspects: set[int] = set()
@@ -91,25 +101,53 @@ class SlotExpertRuntime:
         self._shape = ForwardShape(batch, sequence, last_rows)
 
     def run(
-        self, layer: int, hidden: torch.Tensor, index: torch.Tensor, weights: torch.Tensor, apply_gate: ApplyGate
+        self, layer: int, hidden: torch.Tensor, index: torch.Tensor, weights: torch.Tensor, math: ExpertMath
     ) -> torch.Tensor:
         """The experts' part of one layer: ``hidden`` [T, H], ``index`` and ``weights`` [T, K]; gives [T, H].
 
         A device that runs out of memory gets one more try with its caches emptied (counted in ``oom_retries``).
         """
         with self._lock:
-            if self.engine is not None:
-                if self.engine.stepping:
-                    return self.engine.experts(layer, hidden, index, weights)
-                self.engine.leave()
+            if self._recorder is not None:
+                return self._recorder(layer, hidden, index, weights)
+            if self.engine is not None and self.engine.stepping:
+                return self.engine.experts(layer, hidden, index, weights)
+            return self._run(LayerCall(layer, hidden, index, weights, math))
+
+    def run_loaded(self, layer: int, index: torch.Tensor) -> None:
+        """The experts' part of one layer for the token that the graphs hold; their total becomes its result."""
+        graphs = self.graphs
+        assert graphs is not None
+        with self._lock:
+            self._run(LayerCall(layer, graphs.row, index, graphs.weights, graphs.math, loaded=graphs))
+
+    @contextmanager
+    def recording(self, recorder: Callable[..., torch.Tensor]) -> Iterator[None]:
+        """Inside, ``recorder(layer, hidden, index, weights)`` answers in place of the experts."""
+        with self._lock:
+            self._recorder = recorder
             try:
-                return self._run_once(LayerCall(layer, hidden, index, weights, apply_gate))
-            except torch.OutOfMemoryError:
-                self.counters.oom_retries += 1
-                torch.cuda.empty_cache()
-            return self._run_once(LayerCall(layer, hidden, index, weights, apply_gate))
+                yield
+            finally:
+                self._recorder = None
+
+    def _run(self, call: LayerCall) -> torch.Tensor:
+        if self.engine is not None:
+            self.engine.leave()
+        if self.on_routing is not None:
+            self.on_routing(call.layer, call.index)
+        try:
+            return self._run_once(call)
+        except torch.OutOfMemoryError:
+            self.counters.oom_retries += 1
+            torch.cuda.empty_cache()
+        if call.loaded is not None:
+            call.loaded.total.zero_()
+        return self._run_once(call)
 
     def _run_once(self, call: LayerCall) -> torch.Tensor:
+        if call.index.shape[-1] > self.top_k:
+            self.top_k = call.index.shape[-1]
         if self._unfinished:  # an interrupt cut the recovery from another one short
             self._recover()
         self._unfinished = True
@@ -129,7 +167,7 @@ class SlotExpertRuntime:
         self._unfinished = False
 
     def _plan(self, call: LayerCall, experts: list[int], admit: set[int]) -> list[Step]:
-        first_key = call.layer * self.num_experts
+        first_key = self._first_keys[call.layer]
         self._suspects.update(key for e in experts if (key := first_key + e) not in self.policy)
         counts, evictions = PlanCounts(), self.policy.evictions
         steps = plan_layer(
@@ -152,45 +190,47 @@ class SlotExpertRuntime:
     def _copy(self, steps: Iterable[Step]) -> None:
         for step in steps:
             if step.copy:
-                self.transfer.copy(self._sources[step.key], self.pool.blocks[step.place], step.place)
+                source, place = self._sources[step.key], self.pool.blocks[step.place]
+                self.transfer.copy(source, place if self._fronts is None else place[: self._fronts[step.key]], step.place)
                 self._suspects.discard(step.key)
                 self.counters.h2d_copies += 1
-                self.counters.h2d_bytes += self.pool.plan.expert_bytes
+                self.counters.h2d_bytes += source.nbytes
 
     def _one_token(self, call: LayerCall) -> torch.Tensor:
-        graphs = self._fitting_graphs(call)
-        if graphs is not None:
+        graphs = call.loaded
+        if graphs is None and self.graphs is not None and self.graphs.fit(call.hidden, call.weights):
+            graphs = self.graphs
             graphs.load(call.hidden, call.weights)  # enqueued before the read-back, so that it costs no waiting
-        total = torch.zeros_like(call.hidden) if graphs is None else graphs.total
+        total = call.math.start(call.hidden, call.weights) if graphs is None else graphs.total
         chosen: list[int] = call.index.tolist()[0]  # the one read-back of the layer
-        experts = sorted({e for e in chosen if e != self.num_experts})
-        steps = self._plan(call, experts, set(experts))
-        self._copy(steps)
-        for step in steps:
-            self.transfer.wait(step.place)
-            for k in (k for k, e in enumerate(chosen) if e == step.expert):
+        routed = sorted(e for e in chosen if e < self.layout.layers[call.layer].num_experts)
+        experts = sorted(set(routed))
+        if len(experts) < len(routed):  # an expert chosen twice gets both rows in one product, as in transformers
+            result = self._many_tokens(call)
+            return result if call.loaded is None else call.loaded.total.copy_(result)
+        for wave in waves(self._plan(call, experts, set(experts)), self.pool.plan.scratch):
+            self._copy(wave)
+            for step in wave:
+                self.transfer.wait(step.place)
+                k = chosen.index(step.expert)
                 if graphs is not None:
                     graphs.replay(step.place, k)
                 else:
-                    result = gated_mlp(call.hidden, self.pool.views[step.place], call.apply_gate) * call.weights[:, k, None]
-                    total.add_(result.to(total.dtype))
-            self.transfer.done_reading(step.place)
-        return total if graphs is None else total.clone()
-
-    def _fitting_graphs(self, call: LayerCall) -> ExpertGraphs | None:
-        graphs = self.graphs
-        if graphs is None or call.hidden.dtype != graphs.row.dtype or call.weights.dtype != graphs.weights.dtype:
-            return None
-        return None if call.hidden.requires_grad else graphs
+                    views = self._views[call.layer][step.place]
+                    total.add_(call.math.weighted(call.hidden, views, call.weights[:, k, None]).to(total.dtype))
+                self.transfer.done_reading(step.place)
+        if graphs is None:
+            return total.to(call.hidden.dtype)
+        return total if call.loaded is not None else total.clone()
 
     def _many_tokens(self, call: LayerCall) -> torch.Tensor:
         tokens = call.hidden.shape[0]
-        total = torch.zeros_like(call.hidden)
         if tokens == 0:
-            return total
+            return torch.zeros_like(call.hidden)
+        total = call.math.start(call.hidden, call.weights)
         shape = self._shape
         last_rows = shape.last_rows if tokens == shape.batch * shape.sequence else None
-        routing = Routing(call.index, self.num_experts, last_rows)
+        routing = Routing(call.index, self.layout.layers[call.layer].num_experts, last_rows)
         pending = waves(self._plan(call, routing.experts, routing.last_experts), self.pool.plan.scratch)
         wave = next(pending, [])
         self._copy(wave)
@@ -198,7 +238,7 @@ class SlotExpertRuntime:
             following = next(pending, [])
             self._compute_wave(wave, following, call, routing, total)
             wave = following
-        return total
+        return total.to(call.hidden.dtype)
 
     def _compute_wave(
         self, wave: list[Step], following: list[Step], call: LayerCall, routing: Routing, total: torch.Tensor
@@ -209,7 +249,8 @@ class SlotExpertRuntime:
         by_place = {step.place: step for step in following if not step.cached}
         for step in wave:
             self.transfer.wait(step.place)
-            routing.add_expert(total, step.expert, call.hidden, call.weights, self.pool.views[step.place], call.apply_gate)
+            views = self._views[call.layer][step.place]
+            routing.add_expert(total, step.expert, call.hidden, call.weights, views, call.math)
             self.transfer.done_reading(step.place)
             if step.place in by_place:
                 self._copy([by_place.pop(step.place)])
@@ -270,10 +311,8 @@ class SlotExpertRuntime:
             self.transfer.close()
             if self.engine is not None:
                 self.engine.close()
-            for router in self.routers:
-                router.remove()
-            self.graphs, self.routers = None, []
-            self._sources = ()
+            self.graphs = None
+            self._sources, self._views = (), []
             self.policy.clear()
             self.pool.close()
             self.bank.close()

@@ -6,16 +6,16 @@ import torch
 
 from airllm.errors import BudgetError
 from airllm.experts.budget import SlotPlan
-from airllm.experts.layout import ExpertLayout
+from airllm.experts.layout import ExpertLayout, ModelLayout
 
 
 class SlotPool:
     """``plan.slots`` slots with ``plan.scratch`` scratch slots behind them, in one allocation.
 
-    ``blocks[place]``: uint8 [expert_bytes]; ``views[place]``: the projections in layout order ([2I, H], [H, I]).
+    ``blocks[place]``: uint8 [expert_bytes]; ``views_as(layout)[place]``: the projections in layout order ([2I, H], [H, I]).
     """
 
-    def __init__(self, layout: ExpertLayout, plan: SlotPlan, device: torch.device) -> None:
+    def __init__(self, layout: ModelLayout, plan: SlotPlan, device: torch.device) -> None:
         self.plan = plan
         places = plan.slots + plan.scratch
         try:
@@ -26,12 +26,22 @@ class SlotPool:
                 f'lower expert_cache_gb, or use expert_cache_gb="auto" ({error})'
             ) from error
         self.blocks: tuple[torch.Tensor, ...] = tuple(self._memory.unbind(0))
-        self.views: tuple[tuple[torch.Tensor, ...], ...] = tuple(layout.views(block) for block in self.blocks)
+        self._views = {each: tuple(each.views(block) for block in self.blocks) for each in set(layout.layers)}
+        self._layout = layout
 
     @property
     def memory(self) -> torch.Tensor:
         """All places: uint8 [slots + scratch, expert_bytes]."""
         return self._memory
+
+    @property
+    def views(self) -> tuple[tuple[torch.Tensor, ...], ...]:
+        """`views_as` of the first layer's layout: of every layer's, where all have one."""
+        return self._views[self._layout.layers[0]] if self._views else ()
+
+    def views_as(self, layout: ExpertLayout) -> tuple[tuple[torch.Tensor, ...], ...]:
+        """Every place as an expert of ``layout``."""
+        return self._views[layout]
 
     @property
     def nbytes(self) -> int:
@@ -43,5 +53,5 @@ class SlotPool:
 
     def close(self) -> None:
         """Give the device memory back. Idempotent."""
-        self.blocks, self.views = (), ()
+        self.blocks, self._views = (), {}
         self._memory = torch.empty(0, dtype=torch.uint8)

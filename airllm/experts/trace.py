@@ -11,12 +11,11 @@ from __future__ import annotations
 import os
 from collections.abc import Iterator
 from contextlib import contextmanager
-from typing import Any, TextIO
+from typing import TextIO
 
 import torch
-from torch import nn
 
-from airllm.experts.modules import SlotExperts
+from airllm.experts.runtime import SlotExpertRuntime
 
 COLUMNS = "turn,phase,step,layer,slot,expert"
 
@@ -25,23 +24,23 @@ class RoutingRecorder:
     """Writes the routing of every forward it is shown. One sequence at a time: a forward of several rows is a prompt, one of
     a single row a decoded token."""
 
-    def __init__(self, out: TextIO) -> None:
-        self._out = out
+    def __init__(self, out: TextIO, experts: int) -> None:
+        self._out, self._experts = out, experts
         self._turn = self._phase = self._step = self._next_step = 0
 
-    def write_head(self, model_type: str, layers: int, experts: int, top_k: int) -> None:
-        self._out.write(f"# route_trace v1\n# arch={model_type} n_layer={layers} n_expert={experts} n_expert_used={top_k}\n")
-        self._out.write(COLUMNS + "\n")
+    def write_head(self, name: str, layers: int, top_k: int) -> None:
+        head = f"# route_trace v1\n# arch={name} n_layer={layers} n_expert={self._experts} n_expert_used={top_k}\n"
+        self._out.write(f"{head}{COLUMNS}\n")
 
-    def note(self, module: SlotExperts, args: tuple[torch.Tensor, torch.Tensor, torch.Tensor]) -> None:
-        """A pre-hook of each experts module; its second argument is the experts chosen, [T, K]."""
-        rows = args[1].tolist()
-        if module.layer == 0:
+    def note(self, layer: int, index: torch.Tensor) -> None:
+        """``index`` [T, K]: the experts that each token chose in ``layer``."""
+        rows = index.tolist()
+        if layer == 0:
             self._begin(len(rows))
         for row, chosen in enumerate(rows):
             for rank, expert in enumerate(chosen):
-                if expert < module.num_experts:
-                    self._out.write(f"{self._turn},{self._phase},{self._step + row},{module.layer},{rank},{expert}\n")
+                if expert < self._experts:
+                    self._out.write(f"{self._turn},{self._phase},{self._step + row},{layer},{rank},{expert}\n")
 
     def _begin(self, rows: int) -> None:
         if rows > 1 and self._phase == 1:
@@ -52,19 +51,16 @@ class RoutingRecorder:
 
 
 @contextmanager
-def record_routing(model: nn.Module, path: str | os.PathLike[str]) -> Iterator[None]:
-    """Within the block, the routing of every forward of ``model``, whose experts are in slots, goes to the file ``path``.
+def record_routing(runtime: SlotExpertRuntime, path: str | os.PathLike[str], name: str) -> Iterator[None]:
+    """Within the block, the routing of every forward that ``runtime`` serves goes to the file ``path``; ``name`` says whose.
 
     Costs one more read-back a layer.
     """
-    found: list[Any] = [module for module in model.modules() if isinstance(module, SlotExperts)]
     with open(path, "w", encoding="ascii") as out:
-        recorder = RoutingRecorder(out)
-        config: Any = getattr(model, "config", None)
-        recorder.write_head(config.model_type, len(found), found[0].num_experts, found[0].top_k)
-        hooks = [module.register_forward_pre_hook(recorder.note) for module in found]
+        recorder = RoutingRecorder(out, runtime.num_experts)
+        recorder.write_head(name, runtime.layers, runtime.top_k)
+        runtime.on_routing = recorder.note
         try:
             yield
         finally:
-            for hook in hooks:
-                hook.remove()
+            runtime.on_routing = None

@@ -18,7 +18,7 @@ from airllm.errors import HostMemoryError, WeightMapError
 from airllm.experts import bank as bank_module
 from airllm.experts import host_memory
 from airllm.experts.bank import HEADROOM_BYTES, HostBank
-from airllm.experts.layout import ExpertLayout
+from airllm.experts.layout import ExpertLayout, ModelLayout
 from airllm.experts.modules import find_experts
 from airllm.skeleton import build_skeleton, load_config
 from airllm.weight_map import build_weight_map
@@ -30,13 +30,13 @@ def bank_of(folder: Path, dtype: torch.dtype, reader: TensorReader, *, pin: bool
     model = build_skeleton(load_config(folder), dtype=dtype)
     weight_map = build_weight_map(model, CheckpointIndex.open(folder), dtype=dtype)
     modules = find_experts(model)
-    layout = ExpertLayout.from_module(next(iter(modules.values())))
+    layout = ModelLayout(tuple(map(ExpertLayout.from_module, modules.values())))
     return HostBank(layout, list(modules), weight_map, reader, pin=pin, progress=False)
 
 
 def memory_bank(*, pin: bool = False, dtype: torch.dtype = torch.float32) -> HostBank:
     modules = experts_modules(dtype)
-    layout = ExpertLayout.from_module(next(iter(modules.values())))
+    layout = ModelLayout(tuple(map(ExpertLayout.from_module, modules.values())))
     return HostBank(layout, list(modules), MemoryWeights(modules), TensorReader(2), pin=pin, progress=False)  # type: ignore[arg-type]
 
 
@@ -45,7 +45,7 @@ def assert_holds_what_transformers_loads(bank: HostBank, folder: Path, dtype: to
     for layer, prefix in enumerate(bank.prefixes):
         module = oracle.get_submodule(prefix)
         for expert in range(bank.layout.num_experts):
-            gate_up, down = bank.layout.views(bank.block(layer * bank.layout.num_experts + expert))
+            gate_up, down = bank.layout.layers[layer].views(bank.block(layer * bank.layout.num_experts + expert))
             assert torch.equal(gate_up, module.gate_up_proj[expert]) and torch.equal(down, module.down_proj[expert])
 
 
@@ -73,7 +73,7 @@ def test_a_stacked_checkpoint_gives_the_same_bank(checkpoint: Callable[..., Path
     folder = expert_files.stacked(source, tmp_path / "stacked")
     with TensorReader(2) as reader:
         one, two = bank_of(source, torch.float16, reader), bank_of(folder, torch.float16, reader)
-    assert torch.equal(one._blocks, two._blocks)
+    assert torch.equal(one.memory, two.memory)
     assert_holds_what_transformers_loads(two, folder, torch.float16)
 
 
@@ -200,12 +200,11 @@ def test_a_pinned_bank_is_registered_once_filled_with_its_exact_size(monkeypatch
 
 def test_closing_a_bank_gives_its_memory_back(monkeypatch: pytest.MonkeyPatch) -> None:
     gc.collect()
-    layout = ExpertLayout.from_shapes(
-        [("gate_up_proj", (2048, 512), torch.float16), ("down_proj", (512, 1024), torch.float16)], 8
-    )
-    monkeypatch.setattr(bank_module.HostBank, "_fill", lambda self, _: self._blocks.fill_(1))
+    shapes = [("gate_up_proj", (2048, 512), torch.float16), ("down_proj", (512, 1024), torch.float16)]
+    layout = ModelLayout.of(ExpertLayout.from_shapes(shapes, 8), 2)
+    monkeypatch.setattr(bank_module.HostBank, "_fill", lambda self, _: self.memory.fill_(1))
     before = resident_bytes()
-    bank = HostBank(layout, ["a", "b"], None, None, pin=False)  # type: ignore[arg-type]
+    bank = HostBank(layout, ["a", "b"], MemoryWeights({}), None, pin=False)  # type: ignore[arg-type]
     assert 0.95 * bank.nbytes < resident_bytes() - before < 1.05 * bank.nbytes + 2 * MIB
     bank.close()
     bank.close()

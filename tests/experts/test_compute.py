@@ -6,7 +6,7 @@ import pytest
 import slot_rig
 import torch
 
-from airllm.experts.compute import Routing, gated_mlp
+from airllm.experts.compute import ExpertMath, Routing, gated_mlp
 
 
 def routed(tokens: int, top_k: int = 2, experts: int = 8, seed: int = 0) -> torch.Tensor:
@@ -49,7 +49,7 @@ def test_expert_by_expert_the_sum_is_the_oracles(dtype: torch.dtype) -> None:
     total, routing = torch.zeros_like(hidden), Routing(index, 8, None)
     for expert in routing.experts:
         views = (module.gate_up_proj[expert], module.down_proj[expert])
-        routing.add_expert(total, expert, hidden, weights, views, module._apply_gate)
+        routing.add_expert(total, expert, hidden, weights, views, ExpertMath(module._apply_gate))
     assert torch.equal(total, module(hidden, index, weights))
 
 

@@ -8,7 +8,7 @@ import torch
 import transformers
 
 from airllm.errors import UnsupportedModelError
-from airllm.experts.layout import ALIGNMENT_BYTES, ExpertLayout, common_layout
+from airllm.experts.layout import ALIGNMENT_BYTES, ExpertLayout, ModelLayout
 
 
 def shapes(hidden: int, width: int, dtype: torch.dtype = torch.float16) -> list[tuple[str, tuple[int, ...], torch.dtype]]:
@@ -53,11 +53,20 @@ def test_the_layout_comes_from_the_module_even_on_meta() -> None:
     assert ExpertLayout.from_module(experts_of("phimoe"), torch.float16).expert_bytes == 3 * 64 * 128 * 2
 
 
-@pytest.mark.parametrize("flag", ["is_transposed", "has_bias", "has_post_expert_norm"])
-def test_what_belongs_to_an_expert_but_has_no_place_in_the_block_is_refused_by_name(flag: str) -> None:
+def test_biases_lie_behind_the_weight_they_belong_to() -> None:
     module = experts_of("phimoe")
-    setattr(module, flag, True)
-    with pytest.raises(UnsupportedModelError, match=flag):
+    module.has_bias = True
+    for name, size in (("gate_up_proj_bias", 256), ("down_proj_bias", 64)):
+        module.register_parameter(name, torch.nn.Parameter(torch.empty(8, size, device="meta")))
+    layout = ExpertLayout.from_module(module)
+    assert [p.name for p in layout.projections] == ["gate_up_proj", "gate_up_proj_bias", "down_proj", "down_proj_bias"]
+    assert layout.expert_bytes == (3 * 64 * 128 + 256 + 64) * 4
+
+
+def test_a_flag_without_its_parameters_is_refused_by_name() -> None:
+    module = experts_of("phimoe")
+    module.has_bias = True
+    with pytest.raises(UnsupportedModelError, match="expects gate_up_proj, gate_up_proj_bias, down_proj, down_proj_bias"):
         ExpertLayout.from_module(module)
 
 
@@ -68,8 +77,11 @@ def test_a_bias_beside_the_projections_is_refused_and_never_left_behind() -> Non
         ExpertLayout.from_module(module)
 
 
-def test_layers_of_different_sizes_are_refused_with_the_sizes() -> None:
-    one, two = (ExpertLayout.from_shapes(shapes(8, width), 4) for width in (16, 32))
-    assert common_layout([one, one]) == one
-    with pytest.raises(UnsupportedModelError, match=f"{one.expert_bytes}.*{two.expert_bytes}"):
-        common_layout([one, two, one])
+def test_layers_that_differ_get_keys_one_behind_the_other_and_room_for_the_largest() -> None:
+    one, two = ExpertLayout.from_shapes(shapes(8, 16), 4), ExpertLayout.from_shapes(shapes(8, 32), 3)
+    assert ModelLayout((one, one)).uniform == one
+    mixed = ModelLayout((one, two, one))
+    assert mixed.uniform is None and mixed.first_keys == (0, 4, 7, 11) and mixed.total_experts == 11
+    assert [mixed.locate(key) for key in (0, 3, 4, 6, 7, 10)] == [(0, 0), (0, 3), (1, 0), (1, 2), (2, 0), (2, 3)]
+    assert mixed.expert_bytes == two.expert_bytes
+    assert mixed.total_bytes == 8 * one.expert_bytes + 3 * two.expert_bytes

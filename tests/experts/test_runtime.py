@@ -57,6 +57,24 @@ def test_with_more_than_two_experts_a_token_they_are_added_in_the_oracles_order(
             rig.call(layer, *rig.draw(tokens))
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+def test_a_token_with_more_experts_than_slots_and_scratch_is_computed_in_waves(dtype: torch.dtype) -> None:
+    rig = Rig(2, dtype=dtype, top_k=2)
+    for rig.top_k in (5, 7, 3):  # the budget was planned for two
+        for tokens in (1, 1, 2):
+            for layer in range(LAYERS):
+                rig.call(layer, *rig.draw(tokens))
+    assert rig.runtime.top_k == 7, "what a token really used is learned"
+
+
+@pytest.mark.parametrize("choices", [[3, 3], [8, 3], [8, 8]])
+def test_an_expert_chosen_twice_by_one_token_is_added_twice(choices: list[int]) -> None:
+    rig = Rig(3, dtype=torch.bfloat16)
+    for _ in range(2):
+        hidden, _, weights = rig.draw(1)
+        rig.call(1, hidden, torch.tensor([choices]), weights)
+
+
 def test_weights_in_float32_promote_as_in_the_oracle() -> None:
     rig = Rig(3, dtype=torch.bfloat16)
     for tokens in (1, 12):

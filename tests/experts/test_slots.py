@@ -8,10 +8,11 @@ from slot_rig import gpu
 
 from airllm.errors import BudgetError
 from airllm.experts.budget import plan_slots
-from airllm.experts.layout import ALIGNMENT_BYTES, ExpertLayout
+from airllm.experts.layout import ALIGNMENT_BYTES, ExpertLayout, ModelLayout
 from airllm.experts.slots import SlotPool
 
-LAYOUT = ExpertLayout.from_shapes([("gate_up_proj", (10, 7), torch.float16), ("down_proj", (7, 5), torch.float16)], 4)
+ONE = ExpertLayout.from_shapes([("gate_up_proj", (10, 7), torch.float16), ("down_proj", (7, 5), torch.float16)], 4)
+LAYOUT = ModelLayout.of(ONE, 3)
 
 
 def plan(slots: int, total: int = 12):
@@ -67,7 +68,7 @@ def test_closing_lets_the_memory_go_and_may_be_repeated() -> None:
 def test_on_the_device_the_allocation_is_what_was_promised() -> None:
     device = torch.device("cuda:0")
     shapes = [("gate_up_proj", (896, 512), torch.float16), ("down_proj", (512, 448), torch.float16)]
-    layout = ExpertLayout.from_shapes(shapes, 4)
+    layout = ModelLayout.of(ExpertLayout.from_shapes(shapes, 4), 3)
     torch.cuda.synchronize()
     before = torch.cuda.memory_allocated(device)
     pool = SlotPool(

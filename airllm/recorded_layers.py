@@ -1,0 +1,257 @@
+"""A decoded token through a decoder layer as recorded graphs: the stock layer's own kernels without their launch cost.
+
+A layer is recorded by running it once, cut where a token's own data decide what happens: at the KV cache and attention,
+whose shapes grow with the sequence, and at the experts. What lies between the cuts is replayed for one new token of one
+sequence (the idea of piecewise CUDA graphs, as in vLLM); attention and the cache stay transformers' own calls. So the bits
+are those of the stock layer, and any other call of the layer runs the stock layer itself.
+"""
+
+from __future__ import annotations
+
+import inspect
+import logging
+import weakref
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from torch import nn
+from transformers import DynamicCache, PreTrainedModel
+
+from airllm import transformers_private as private
+from airllm.experts.assembly import record_experts
+from airllm.experts.decode_graphs import ExpertGraphs, GraphPool
+from airllm.experts.runtime import SlotExpertRuntime
+
+log = logging.getLogger(__name__)
+
+_EXPECTED = ["cache", "attention", "experts"]
+_ON_THE_WAY = {"attention_mask", "position_ids", "position_embeddings", "cache_position", "use_cache"}
+
+
+class RecordingError(RuntimeError):
+    """A layer does not do what can be recorded. Never leaves this module."""
+
+
+class PositionEmbeddings:
+    """The fixed cos and sin [1, 1, D] that every recorded layer reads."""
+
+    def __init__(self, cos: torch.Tensor, sin: torch.Tensor) -> None:
+        self.tensors = (cos.clone(), sin.clone())
+        self._taken: Any = None
+
+    def fits(self, embeddings: Any) -> bool:
+        if embeddings is self._taken:
+            return True
+        return isinstance(embeddings, tuple) and all(
+            a.shape == b.shape and a.dtype == b.dtype for a, b in zip(embeddings, self.tensors, strict=True)
+        )
+
+    def take(self, embeddings: Any) -> None:
+        """One forward hands the same tuple to all its layers: it is copied once."""
+        if embeddings is not self._taken:
+            for mine, given in zip(self.tensors, embeddings, strict=True):
+                mine.copy_(given)
+            self._taken = embeddings
+
+
+class Unchanged:
+    """Whether a layer still is what was recorded: same modules and weights, in evaluation, nobody listening in between."""
+
+    def __init__(self, layer: nn.Module) -> None:
+        modules = list(layer.modules())
+        self._children = [(m._modules, name, child) for m in modules for name, child in m._modules.items() if child is not None]
+        self._weights = [
+            (m._parameters, name, weight, weight.data_ptr())
+            for m in modules
+            for name, weight in m._parameters.items()
+            if weight is not None
+        ]
+
+    def __bool__(self) -> bool:
+        everywhere = nn.modules.module
+        if everywhere._global_forward_hooks or everywhere._global_forward_pre_hooks:
+            return False
+        for children, name, child in self._children:
+            if children.get(name) is not child or child._forward_pre_hooks or private.listen(child._forward_hooks):
+                return False
+            if child.training or "forward" in child.__dict__:
+                return False
+        return all(mine.get(name) is weight and weight.data_ptr() == at for mine, name, weight, at in self._weights)
+
+
+class _Cuts:
+    """Stands in for the KV cache, attention and the experts while a layer runs to be recorded, and cuts there.
+
+    Without a pool nothing is recorded: the layer only runs, so that libraries are set up and dtypes are seen.
+    """
+
+    def __init__(self, pool: GraphPool | None, graphs: ExpertGraphs | None) -> None:
+        self._pool, self._graphs = pool, graphs
+        self.pieces: list[Any] = []
+        self.places: list[str] = []
+
+    def begin(self) -> None:
+        if self._pool is not None:
+            self._pool.begin()
+
+    def end(self) -> None:
+        if self._pool is not None:
+            self.pieces.append(self._pool.end())
+
+    def update(self, keys: torch.Tensor, values: torch.Tensor, layer: int, *_: Any, **__: Any) -> Any:
+        """The cache's call."""
+        self.end()
+        self.places.append("cache")
+        self.keys, self.values, self.cache_layer = keys, values, layer
+        return keys, values
+
+    def attention(
+        self, module: nn.Module, query: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, mask: Any, **options: Any
+    ) -> tuple[torch.Tensor, None]:
+        """The attention function's call."""
+        self.places.append("attention")
+        self.module, self.query, self.options = module, query, options
+        batch, heads, tokens, _ = query.shape
+        self.attended = query.new_zeros(batch, tokens, heads, values.shape[-1])
+        self.begin()
+        return self.attended, None
+
+    def experts(self, layer: int, hidden: torch.Tensor, index: torch.Tensor, weights: torch.Tensor) -> torch.Tensor:
+        """The experts module's call; from here on the graphs of the experts hold the token."""
+        graphs, self.weight_dtype = self._graphs, weights.dtype
+        if graphs is not None:
+            if not graphs.fit(hidden, weights):
+                raise RecordingError(f"the experts of layer {layer} get {tuple(hidden.shape)} in {hidden.dtype}")
+            graphs.load(hidden, weights)
+        self.end()
+        self.places.append("experts")
+        self.expert_layer, self.index = layer, index
+        self.begin()
+        return torch.zeros_like(hidden) if graphs is None else graphs.total.to(hidden.dtype)
+
+
+class RecordedLayer:
+    """Stands in for a layer's ``forward``.
+
+    Args:
+        hidden: the fixed input [1, 1, H].
+        embeddings: shared by all layers of the model.
+    """
+
+    def __init__(
+        self, layer: nn.Module, config: Any, runtime: SlotExpertRuntime, hidden: torch.Tensor, embeddings: PositionEmbeddings
+    ) -> None:
+        # The layer holds this object, and nothing here may hold the layer: a dropped model is freed at once.
+        self._layer, self._forward = weakref.ref(layer), type(layer).forward
+        self._config, self._runtime = config, runtime
+        self._hidden, self._embeddings = hidden, embeddings
+        names = inspect.signature(self._forward).parameters
+        self._cache_name = "cache" if "cache" in names else "past_key_values"
+        self._known = _ON_THE_WAY | {self._cache_name}
+
+    def _plain(self, *args: Any, **kwargs: Any) -> Any:
+        return self._forward(self._layer(), *args, **kwargs)
+
+    def record(self, pool: GraphPool | None, graphs: ExpertGraphs | None) -> torch.dtype:
+        """Record the layer; without a pool only run it. Returns the dtype of the routing weights."""
+        cuts, layer = _Cuts(pool, graphs), self._layer()
+        assert layer is not None
+        call: dict[str, Any] = {"position_embeddings": self._embeddings.tensors, "attention_mask": None, self._cache_name: cuts}
+        with self._runtime.recording(cuts.experts), private.attention_replaced(self._config, cuts.attention) as name:
+            cuts.begin()
+            self._output = self._forward(layer, self._hidden, **call)
+            cuts.end()
+        if cuts.places != _EXPECTED or not isinstance(self._output, torch.Tensor):
+            raise RecordingError(f"{type(layer).__name__} goes through {', '.join(cuts.places) or 'nothing known'}")
+        self._cuts, self._attention_name, self._unchanged = cuts, name, Unchanged(layer)
+        return cuts.weight_dtype
+
+    def _fits(self, hidden: torch.Tensor, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
+        mine = self._hidden
+        if args or type(kwargs.get(self._cache_name)) is not DynamicCache or hidden.shape != mine.shape:
+            return False
+        if hidden.dtype != mine.dtype or hidden.requires_grad:
+            return False
+        if any(name not in self._known and value is not None and value is not False for name, value in kwargs.items()):
+            return False
+        if not self._embeddings.fits(kwargs.get("position_embeddings")) or torch.is_autocast_enabled(mine.device.type):
+            return False
+        return self._config._attn_implementation == self._attention_name and bool(self._unchanged)
+
+    def __call__(self, hidden_states: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
+        if not self._fits(hidden_states, args, kwargs):
+            return self._plain(hidden_states, *args, **kwargs)
+        cuts = self._cuts
+        before, between, after = cuts.pieces
+        self._hidden.copy_(hidden_states)
+        self._embeddings.take(kwargs.pop("position_embeddings"))
+        before.replay()
+        keys, values = kwargs.pop(self._cache_name).update(cuts.keys, cuts.values, cuts.cache_layer)
+        attention = private.attention_function(self._attention_name, cuts.module)
+        attended, _ = attention(
+            cuts.module, cuts.query, keys, values, kwargs.pop("attention_mask", None), **{**cuts.options, **kwargs}
+        )
+        cuts.attended.copy_(attended)
+        between.replay()
+        self._runtime.run_loaded(cuts.expert_layer, cuts.index)
+        after.replay()
+        return self._output.clone()
+
+    def install(self) -> None:
+        layer = self._layer()
+        assert layer is not None
+        layer.forward = self  # type: ignore[assignment]
+
+    def remove(self) -> None:
+        layer = self._layer()
+        if layer is not None:
+            layer.__dict__.pop("forward", None)
+
+
+def record_decode(
+    model: PreTrainedModel, runtime: SlotExpertRuntime, layers: Sequence[nn.Module]
+) -> tuple[str, Callable[[], None]]:
+    """Let ``layers`` serve decoded tokens by recordings of themselves and of the experts in their places.
+
+    Returns "" or the reason why they stay as they are, and a function that takes the recordings out again. Call with
+    everything on the device and no forward running.
+    """
+    recorded: list[RecordedLayer] = []
+    try:
+        with torch.inference_mode(False), torch.no_grad():
+            _record(model, runtime, layers, recorded)
+    except RuntimeError as error:
+        runtime.graphs, recorded = None, []
+        log.warning("decoded tokens take the plain way, they could not be recorded: %s", error)
+        return f"recording failed: {error}", lambda: None
+
+    def remove() -> None:
+        for layer in recorded:
+            layer.remove()
+
+    return "", remove
+
+
+def _record(
+    model: PreTrainedModel, runtime: SlotExpertRuntime, layers: Sequence[nn.Module], recorded: list[RecordedLayer]
+) -> None:
+    pool = GraphPool(runtime.pool.blocks[0].device)
+    hidden = torch.zeros(1, 1, model.config.hidden_size, dtype=model.dtype, device=pool.device)
+    positions = torch.zeros(1, 1, dtype=torch.int64, device=pool.device)
+    embeddings = PositionEmbeddings(*model.model.rotary_emb(hidden, positions))
+    recorded.extend(RecordedLayer(layer, model.config, runtime, hidden, embeddings) for layer in layers)
+    with pool.aside():
+        weight_dtype = recorded[0].record(None, None)
+    # In memory of their own: the experts are replayed in the midst of a layer, whose intermediate results must outlive them,
+    # and recordings that share memory reuse what earlier ones have given back.
+    runtime.graphs = record_experts(runtime, model, GraphPool(pool.device), weight_dtype)
+    with pool.aside():
+        try:
+            for layer in recorded:
+                layer.record(pool, runtime.graphs)
+        except BaseException:
+            pool.abandon()
+            raise
+    for layer in recorded:
+        layer.install()

@@ -1,0 +1,94 @@
+#!/usr/bin/env python
+"""Writes docs/FAMILIES.md and the README's list of models from the committed JSON of `family_table.py`.
+
+    python benchmarks/family_docs.py            # rewrite both
+    python benchmarks/family_docs.py --check    # exit 1 when they do not say what the JSON says
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+from pathlib import Path
+from typing import Any
+
+ROOT = Path(__file__).resolve().parents[1]
+RESULTS = sorted((ROOT / "benchmarks" / "results").glob("families-*.json"))
+DOCUMENT, README = ROOT / "docs" / "FAMILIES.md", ROOT / "README.md"
+START, END = "<!-- families:start -->", "<!-- families:end -->"
+INTRODUCTION = """# Model families on slots
+
+One row for each modelling file of transformers that has experts. *exact*: a tiny random model, built and saved by transformers
+itself, loaded with `AutoModel.from_pretrained(..., expert_cache_backend="slot")` on the CPU, gives the same float32 logits, bit
+for bit, as transformers with `experts_implementation="eager"`, and the same greedy tokens, at three budgets: the experts of one
+token, one more, all. *refused*: an error that says why, before any weight is read; such a model can be streamed.
+
+Which models are served follows from what their experts modules hold and compute, not from this list.
+Written by `benchmarks/family_docs.py` from the JSON of `benchmarks/family_table.py`; do not edit.
+"""
+
+
+def load() -> list[dict[str, Any]]:
+    """Results, newest transformers first."""
+    results = [json.loads(path.read_text()) for path in RESULTS]
+    return sorted(results, key=lambda result: [int(part) for part in result["transformers"].split(".")], reverse=True)
+
+
+def counts(result: dict[str, Any]) -> str:
+    """How many rows there are of each outcome."""
+    outcomes = [row["outcome"] for row in result["rows"]]
+    said = ", ".join(f"{outcomes.count(outcome)} {outcome}" for outcome in sorted(set(outcomes)))
+    return f"transformers {result['transformers']}: {said} of {len(outcomes)}"
+
+
+def document(results: list[dict[str, Any]]) -> str:
+    """All of docs/FAMILIES.md."""
+    versions = [result["transformers"] for result in results]
+    by_folder = [{row["folder"]: row for row in result["rows"]} for result in results]
+    lines = [INTRODUCTION, *(f"* {counts(result)}" for result in results), ""]
+    lines += [f"| modelling file | class | {' | '.join(versions)} | why not |", "|---" * (len(versions) + 3) + "|"]
+    for folder in sorted({name for rows in by_folder for name in rows}):
+        rows = [rows.get(folder) for rows in by_folder]
+        known = [row for row in rows if row is not None]
+        name = next((row["model_class"] for row in known if row["model_class"]), "")
+        reason = next((row["reason"] for row in known if row["reason"]), "").replace("|", "\\|")
+        cells = [row["outcome"] if row else "no such file" for row in rows]
+        lines.append(f"| {folder} | {name} | {' | '.join(cells)} | {reason} |")
+    return "\n".join(lines) + "\n"
+
+
+def section(result: dict[str, Any]) -> str:
+    """What stands between the README's markers: the newest transformers' models."""
+    exact = ", ".join(row["folder"] for row in result["rows"] if row["outcome"] == "exact")
+    others = ", ".join(row["folder"] for row in result["rows"] if row["outcome"] != "exact")
+    return (
+        f"Bit for bit on transformers {result['transformers']} ({counts(result).partition(': ')[2]} modelling files with "
+        f"experts): {exact}.\n\nNot served, and streamed: {others}. [docs/FAMILIES.md](docs/FAMILIES.md) has how it was tried, "
+        "and the reasons."
+    )
+
+
+def readme_with(text: str, content: str) -> str:
+    """``content`` with what stands between the markers replaced."""
+    before, _, rest = content.partition(START)
+    _, _, after = rest.partition(END)
+    return f"{before}{START}\n{text}\n{END}{after}"
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--check", action="store_true", help="compare instead of writing")
+    options = parser.parse_args()
+    results = load()
+    wanted = {DOCUMENT: document(results), README: readme_with(section(results[0]), README.read_text())}
+    if options.check:
+        return int(any(not path.exists() or path.read_text() != text for path, text in wanted.items()))
+    DOCUMENT.parent.mkdir(exist_ok=True)
+    for path, text in wanted.items():
+        path.write_text(text)
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
