@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import contextlib
 import logging
+import os
 from typing import Any
 
 import torch
@@ -15,9 +16,11 @@ from transformers import PretrainedConfig, PreTrainedModel
 
 from airllm import guard
 from airllm.checkpoint import TensorReader
+from airllm.errors import UnsupportedModelError
 from airllm.experts.assembly import ExpertsFound, install
 from airllm.experts.runtime import SlotExpertRuntime
 from airllm.experts.stats import disabled_stats
+from airllm.experts.trace import record_routing
 from airllm.layer_watch import LayerWatch, StreamCounts
 from airllm.options import Options
 from airllm.profiler import LayeredProfiler, progress_bar
@@ -134,6 +137,19 @@ class SlotBackend:
         if self._runtime is not None:
             with self._guard.lock:
                 self._runtime.clear()
+
+
+    def record_routing(self, path: str | os.PathLike[str]) -> contextlib.AbstractContextManager[None]:
+        """A block within which each token's experts are written to the CSV file ``path``; see :mod:`airllm.experts.trace`.
+
+        Raises:
+            UnsupportedModelError: no slots, or the device engine serves them, which tells the host nothing.
+        """
+        if self._runtime is None or self._runtime.engine is not None:
+            raise UnsupportedModelError(
+                'routing is recorded with expert_cache_backend="slot" and expert_cache_engine="plain": load the model so'
+            )
+        return record_routing(self._runtime, path, self.config.model_type)
 
 
 class _ResidentLayers:

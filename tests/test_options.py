@@ -278,3 +278,13 @@ def test_options_are_frozen() -> None:
 
 def test_every_refusal_is_a_value_error() -> None:
     assert issubclass(OptionError, ValueError) and issubclass(DeviceError, ValueError)
+
+
+@pytest.mark.parametrize(("word", "choice"), [("expert_cache_engine", "plain"), ("expert_cache_policy", "lru")])
+def test_choices_about_slots_need_slots(word, choice):
+    assert getattr(parse_options("m", device="cpu", expert_cache_backend="slot", **{word: choice.upper()}), word) == choice
+    assert getattr(parse_options("m", device="cpu", **{word: "auto"}), word) == "auto"
+    with pytest.raises(OptionError, match="no effect without expert_cache_backend='slot'"):
+        parse_options("m", device="cpu", **{word: choice})
+    with pytest.raises(OptionError, match=f"{word} must be"):
+        parse_options("m", device="cpu", expert_cache_backend="slot", **{word: "newest"})

@@ -60,6 +60,7 @@ ORDER = (
     "experts.runtime",
     "experts.contract",
     "experts.modules",
+    "experts.trace",
     "experts.assembly",
     "recorded_layers",
     "streaming",

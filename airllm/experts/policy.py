@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections import OrderedDict
 from collections.abc import Collection, Iterable, Mapping, Sequence
 
-AUTO_POLICY = "auto: hits at least as often as one LRU, and below one token's experts too, where that never does"
+AUTO_POLICY = "auto: more hits than one LRU in replays, and also with fewer slots than a token has experts, where that has none"
 FREE, LEASED = -1, 2**31 - 1
 """What stands for the worth of a slot that holds nothing, and of one that must not be taken."""
 
@@ -188,6 +188,7 @@ class AgedPolicy(SlotPolicy):
     """
 
     name = "aged frequency"
+    habit_shift, habit_use, recent_shift, recent_use = HABIT_SHIFT, HABIT_USE, RECENT_SHIFT, RECENT_USE
 
     def __init__(self, slots: int, layers: int, experts: int) -> None:
         super().__init__(slots)
@@ -204,11 +205,11 @@ class AgedPolicy(SlotPolicy):
         """The layer's counts age, and ``used`` count up."""
         habit, recent, slot_of = self._habit, self._recent, self._slot_of
         for key in range(first_key, first_key + self.experts):
-            habit[key] -= habit[key] >> HABIT_SHIFT
-            recent[key] -= recent[key] >> RECENT_SHIFT
+            habit[key] -= habit[key] >> self.habit_shift
+            recent[key] -= recent[key] >> self.recent_shift
             if key - first_key in used:
-                habit[key] += HABIT_USE
-                recent[key] += RECENT_USE
+                habit[key] += self.habit_use
+                recent[key] += self.recent_use
             if key in slot_of and key not in self._leased:
                 self._worth[slot_of[key]] = habit[key] + recent[key]
 

@@ -83,6 +83,7 @@ class SlotExpertRuntime:
         self.counters = Counters()
         self.graphs: ExpertGraphs | None = None
         self._recorder: Callable[..., torch.Tensor] | None = None
+        self.on_routing: Callable[[int, torch.Tensor], None] | None = None  # is shown each layer's experts, [T, K]
         self.engine: DeviceEngine | None = None
         self._sources = bank.blocks()
         # Experts of smaller layers fill only the front of a place.
@@ -133,6 +134,8 @@ class SlotExpertRuntime:
     def _run(self, call: LayerCall) -> torch.Tensor:
         if self.engine is not None:
             self.engine.leave()
+        if self.on_routing is not None:
+            self.on_routing(call.layer, call.index)
         try:
             return self._run_once(call)
         except torch.OutOfMemoryError:

@@ -112,6 +112,16 @@ def test_no_more_decoded_experts_pass_through_scratch_than_it_has_places():
     assert [(step.place, step.cached) for step in steps] == [(4, False), (5, False), (0, True), (1, True)]
 
 
+def test_what_a_prompt_does_not_keep_forces_nothing_in():
+    """Experts that only pass by may be many: those of the last token still have to be worth their slot."""
+    policy = make_policy("aged", 2, 1, 16)
+    for _ in range(40):
+        plan_layer(policy, first_key=0, experts=[14, 15], admit={14, 15}, scratch=2)
+        policy.release_all()
+    plan_layer(policy, first_key=0, experts=list(range(12)), admit={10, 11}, scratch=2, keep_free=1)
+    assert set(policy.residents()) == {14, 15}
+
+
 def test_a_prompts_fillers_never_evict_what_decoding_used_under_the_aged_policy():
     policy = make_policy("aged", 4, 1, 16)
     plan_layer(policy, first_key=0, experts=[0, 1], admit={0, 1}, scratch=2)
