@@ -57,6 +57,7 @@ ORDER = (
     "experts.runtime",
     "experts.contract",
     "experts.modules",
+    "experts.batched",
     "experts.assembly",
     "streaming",
     "step_cache",

@@ -24,6 +24,15 @@ from airllm.experts.layout import projection_names
 _EXPERTS, _TOKENS, _TOP_K = 4, 24, 3
 
 
+def takes_copies(module: nn.Module) -> bool:
+    """Whether these experts are handed every token once for each expert (see `airllm.experts.batched`): one argument, and
+    weights that lie as [in, out]."""
+    into, down = module._parameters.get("gate_up_proj"), module._parameters["down_proj"]
+    if into is None or down is None or len(private.call_arguments(module)) != 1:
+        return False
+    return into.shape[1] == down.shape[2] and into.shape[2] == 2 * down.shape[1]
+
+
 def expert_math(module: nn.Module) -> ExpertMath:
     """What the experts of ``module`` compute.
 
