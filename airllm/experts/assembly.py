@@ -167,8 +167,9 @@ def _shape_hook(runtime: SlotExpertRuntime) -> Callable[..., None]:
 def add_device_engine(runtime: SlotExpertRuntime, model: nn.Module) -> str:
     """Give the runtime its second engine, which serves decoded steps. Returns "" or the reason why there is none."""
     experts = next(module for module in model.modules() if isinstance(module, SlotExperts))
-    if runtime.layout.uniform is None or experts.math.why_not_plain:
-        return f"the experts have {experts.math.why_not_plain or 'different layouts in different layers'}"
+    layout = runtime.layout.uniform
+    if layout is None or layout.identities or experts.math.why_not_plain:
+        return f"the experts have {experts.math.why_not_plain or 'different layouts, or stand for no weights'}"
     reason = why_not(runtime.bank, runtime.pool, runtime.top_k, experts.apply_gate)
     if not reason:
         runtime.engine = DeviceEngine(

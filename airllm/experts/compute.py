@@ -99,6 +99,10 @@ class Routing:
         self.experts = [e for e in range(num_experts) if self._edges[e + 1] > self._edges[e]]
         self.last_experts = set(self.experts if last_rows is None else values[num_experts + 1 :])
 
+    def add_identity(self, out: torch.Tensor, expert: int, hidden: torch.Tensor, weights: torch.Tensor) -> None:
+        """``out`` [T, H] += weight * hidden for the tokens routed to ``expert``."""
+        self._add(out, expert, weights, lambda rows, weight: rows * weight, hidden)
+
     def add_expert(
         self,
         out: torch.Tensor,
@@ -109,7 +113,17 @@ class Routing:
         math: ExpertMath,
     ) -> None:
         """``out`` [T, H] += weight * expert(hidden) for the tokens routed to ``expert``; ``weights`` [T, K]."""
+        self._add(out, expert, weights, lambda rows, weight: math.weighted(rows, views, weight), hidden)
+
+    def _add(
+        self,
+        out: torch.Tensor,
+        expert: int,
+        weights: torch.Tensor,
+        weighted: Callable[[torch.Tensor, torch.Tensor], torch.Tensor],
+        hidden: torch.Tensor,
+    ) -> None:
         span = slice(self._edges[expert], self._edges[expert + 1])
         token, position = self._token[span], self._position[span]
-        result = math.weighted(hidden[token], views, weights[token, position, None])
+        result = weighted(hidden[token], weights[token, position, None])
         out.index_add_(0, token, result.to(out.dtype))

@@ -166,10 +166,11 @@ class SlotExpertRuntime:
             graphs.load(call.hidden, call.weights)  # enqueued before the read-back, so that it costs no waiting
         total = call.math.start(call.hidden, call.weights) if graphs is None else graphs.total
         chosen: list[int] = call.index.tolist()[0]  # the one read-back of the layer
-        routed = sorted(e for e in chosen if e < self.layout.layers[call.layer].num_experts)
+        layout = self.layout.layers[call.layer]
+        routed = sorted(e for e in chosen if e < layout.num_experts)
         experts = sorted(set(routed))
-        if len(experts) < len(routed):  # an expert chosen twice gets both rows in one product, as in transformers
-            return self._many_tokens(call)
+        if len(experts) < len(routed) or (layout.identities and len(routed) < len(chosen)):
+            return self._many_tokens(call)  # an expert chosen twice gets both rows in one product, as in transformers
         for wave in waves(self._plan(call, experts, set(experts)), self.pool.plan.scratch):
             self._copy(wave)
             for step in wave:
@@ -196,14 +197,18 @@ class SlotExpertRuntime:
         total = call.math.start(call.hidden, call.weights)
         shape = self._shape
         last_rows = shape.last_rows if tokens == shape.batch * shape.sequence else None
-        routing = Routing(call.index, self.layout.layers[call.layer].num_experts, last_rows)
-        pending = waves(self._plan(call, routing.experts, routing.last_experts), self.pool.plan.scratch)
+        layout = self.layout.layers[call.layer]
+        routing = Routing(call.index, layout.num_experts + layout.identities, last_rows)
+        experts = [expert for expert in routing.experts if expert < layout.num_experts]
+        pending = waves(self._plan(call, experts, routing.last_experts), self.pool.plan.scratch)
         wave = next(pending, [])
         self._copy(wave)
         while wave:
             following = next(pending, [])
             self._compute_wave(wave, following, call, routing, total)
             wave = following
+        for expert in routing.experts[len(experts) :]:
+            routing.add_identity(total, expert, call.hidden, call.weights)
         return total.to(call.hidden.dtype)
 
     def _compute_wave(
