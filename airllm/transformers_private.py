@@ -36,6 +36,7 @@ from transformers.monkey_patching import patch_output_recorders
 from transformers.utils import output_capturing
 
 from airllm.errors import AirLLMError, UnsupportedModelError
+from airllm.quantised import whole_blocks
 
 # Building under transformers' contexts sets torch's default dtype and patches its initialisers, for the whole process.
 _build_lock = threading.RLock()
@@ -188,6 +189,7 @@ class Conversions:
         mapping = get_model_conversion_mapping(model, None, quantiser)
         self._renamings = [entry for entry in mapping if isinstance(entry, core_model_loading.WeightRenaming)]
         self._converters = [entry for entry in mapping if isinstance(entry, core_model_loading.WeightConverter)]
+        self._block = getattr(getattr(quantiser, "quantization_config", None), "weight_block_size", None)
         self._by_pattern = {pattern: entry for entry in self._converters for pattern in entry.source_patterns}
 
     def rename(self, key: str) -> tuple[str, str | None]:
@@ -212,11 +214,15 @@ class Conversions:
         """Run ``converter`` on tensors listed by source pattern; returns the model's names with their tensors."""
         # A converter keeps what it collects, so each conversion gets a converter of its own, as in transformers.
         own = copy.deepcopy(converter)
+        cut = None
+        if self._block is not None:
+            sources, cut = whole_blocks(sources, self._block)
         for pattern, tensors in sources.items():
             for tensor in tensors:
                 own.add_tensor(target, pattern, pattern, tensor)
         made = own.convert(target, model=self._model, config=self._model.config)
-        return {name: value[0] if isinstance(value, list) else value for name, value in made.items()}
+        plain = {name: value[0] if isinstance(value, list) else value for name, value in made.items()}
+        return plain if cut is None else {name: value[: cut[0], : cut[1]] for name, value in plain.items()}
 
 
 def layout_of(converter: Any) -> str | None:

@@ -224,8 +224,8 @@ def as_text(result: dict[str, Any]) -> Iterator[str]:
             continue
         ours = row["ours"]
         yield (
-            f"  {name} ({ours['slots']} slots): {ours['step_s'] * 1e3:.2f} ms a step, floor {row['floor_s'] * 1e3:.2f} ms, ratio "
-            f"{ours['step_s'] / row['floor_s']:.2f}; hit rate {ours['hit_rate']:.3f}"
+            f"  {name} ({ours['slots']} slots): {ours['step_s'] * 1e3:.2f} ms a step, floor {row['floor_s'] * 1e3:.2f} ms, "
+            f"ratio {ours['step_s'] / row['floor_s']:.2f}; hit rate {ours['hit_rate']:.3f}"
             + (f" (LRU {row['lru']['hit_rate']:.3f}, {row['lru']['step_s'] * 1e3:.2f} ms)" if "lru" in row else "")
             + (f"; peak reserved {ours['peak_reserved_bytes'] / 2**30:.3f} GiB" if ours["peak_reserved_bytes"] else "")
             + (f"; served otherwise: {ours['reason']}" if ours["reason"] else "")

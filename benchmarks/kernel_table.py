@@ -109,7 +109,8 @@ def _dense(g: Geometry, device: torch.device, dtype: torch.dtype) -> list[Row]:
     ]
     for capacity in (256, 4096):
         keys, values = (numbers(1, g.kv_heads, capacity, g.head_dim) for _ in range(2))
-        qkv, angle = numbers(1, (g.heads + 2 * g.kv_heads) * g.head_dim, of=torch.float32), torch.ones(1, g.head_dim, device=device)
+        qkv = numbers(1, (g.heads + 2 * g.kv_heads) * g.head_dim, of=torch.float32)
+        angle = torch.ones(1, g.head_dim, device=device)
         slot, out = torch.tensor([capacity - 1], device=device), numbers(1, g.heads * g.head_dim, of=torch.float32)
         padding = torch.ones(1, capacity, dtype=torch.bool, device=device)
 
@@ -147,9 +148,19 @@ def _experts(g: Geometry, device: torch.device, dtype: torch.dtype) -> list[Row]
     tables.miss_key[:2], tables.miss_slot[:2] = torch.arange(2), torch.arange(2)
     routes = AgedTables(g.layers, g.experts, 73, 2, 8 * g.top_k, device)
     n = len(places)
+
+    def up(i: int) -> None:
+        ops.gate_up(x, places[i % n], gate_up, inner)
+
+    def back(i: int) -> None:
+        ops.down(inner, places[i % n], ids, weights, down, out, out)
+
+    def route(i: int) -> None:
+        ops.route(routes, ids, i % g.layers * g.experts, g.experts)
+
     return [
-        ("gate and up of 2 experts", 2 * 2 * nbytes // 3, "memory", lambda i: ops.gate_up(x, places[i % n], gate_up, inner), 32),
-        ("down of 2 experts", 2 * nbytes // 3, "memory", lambda i: ops.down(inner, places[i % n], ids, weights, down, out, out), 32),
-        ("copy of 2 experts", 2 * nbytes, "link", lambda i: ops.copy_misses(tables, bank, pool, 2), 4),
-        ("route, 73 slots", 0, "memory", lambda i: ops.route(routes, ids, i % g.layers * g.experts, g.experts), 32),
+        ("gate and up of 2 experts", 2 * 2 * nbytes // 3, "memory", up, 32),
+        ("down of 2 experts", 2 * nbytes // 3, "memory", back, 32),
+        ("copy of 2 experts", 2 * nbytes, "link", lambda _: ops.copy_misses(tables, bank, pool, 2), 4),
+        ("route, 73 slots", 0, "memory", route, 32),
     ]

@@ -1,4 +1,4 @@
-"""Host memory while a model is loaded onto slots: the bank, the dense weights and little more, however the files hold experts."""
+"""Host memory while a model is loaded: the bank, the dense weights and little more, however the files hold experts."""
 
 from __future__ import annotations
 
@@ -31,7 +31,8 @@ self_test()
 gc.collect()
 before = status("VmRSS")
 open("/proc/self/clear_refs", "w").write("5")
-model = airllm.AutoModel.from_pretrained(sys.argv[1], device="cpu", expert_cache_backend="slot", expert_cache_gb=float(sys.argv[2]))
+keywords = {"device": "cpu", "expert_cache_backend": "slot", "expert_cache_gb": float(sys.argv[2])}
+model = airllm.AutoModel.from_pretrained(sys.argv[1], **keywords)
 stats = model.get_expert_cache_stats()
 held = stats["host_bank_bytes"] + stats["allocated_device_bytes"]
 print(json.dumps({"peak": status("VmHWM") - before, "held": held, "bank": stats["host_bank_bytes"]}))

@@ -106,6 +106,28 @@ def test_an_mxfp4_checkpoint_gives_what_transformers_gives(dtype: torch.dtype, t
         assert_same(folder, theirs, dtype=dtype, **keywords)
 
 
+def test_matrices_that_end_within_a_block_are_dequantised(checkpoint: Checkpoint, tmp_path: Path) -> None:
+    """DeepSeek-V3's kv_a_proj_with_mqa has 576 rows and blocks of 128, which transformers itself cannot dequantise."""
+    source = checkpoint("deepseek_v3", moe_intermediate_size=32, kv_lora_rank=20)
+    folder = as_fp8(source, tmp_path / "fp8")
+    stored, name = load_file(folder / "model.safetensors"), "model.layers.1.self_attn.kv_a_proj_with_mqa.weight"
+    whole = torch.nn.functional.pad(stored[name], (0, 0, 0, 4))  # 28 rows
+    padded, factor = blocks_of(whole)
+    plain = {key: value for key, value in stored.items() if not key.endswith("scale_inv")}
+    for key in [key for key in stored if key.endswith("scale_inv")]:
+        tile = stored[key].repeat_interleave(BLOCK, 0).repeat_interleave(BLOCK, 1)
+        plain[key.removesuffix("_scale_inv")] = stored[key.removesuffix("_scale_inv")].float() * tile
+    tile = factor.repeat_interleave(BLOCK, 0).repeat_interleave(BLOCK, 1)
+    plain[name] = (padded.float() * tile)[:28].contiguous()
+    stored[name], stored[f"{name}_scale_inv"] = padded[:28].contiguous(), factor
+    save_file(stored, folder / "model.safetensors", {"format": "pt"})
+    (tmp_path / "plain").mkdir()
+    save_file(plain, tmp_path / "plain" / "model.safetensors", {"format": "pt"})
+    (tmp_path / "plain" / "config.json").write_text((source / "config.json").read_text())
+    theirs = oracle(tmp_path / "plain", None, torch.float32)
+    assert_same(folder, theirs, dtype="float32", expert_cache_backend="slot", expert_cache_gb=0.0001)
+
+
 def test_experts_are_dequantised_one_at_a_time(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     from airllm.weight_sources import Conversion
 

@@ -13,9 +13,10 @@ from transformers import PreTrainedModel
 
 from airllm import transformers_private as private
 from airllm.experts.bank import HostBank
+from airllm.experts.batched import BatchedSlotExperts, batched_math
 from airllm.experts.budget import MIB, SCRATCH_SLOTS, SlotPlan, auto_budget_bytes, plan_slots
 from airllm.experts.compute import ExpertMath
-from airllm.experts.contract import expert_math
+from airllm.experts.contract import expert_math, takes_copies
 from airllm.experts.decode_graphs import ExpertGraphs, GraphPool
 from airllm.experts.device_engine import DeviceEngine, why_not
 from airllm.experts.layout import ExpertLayout, ModelLayout
@@ -52,7 +53,7 @@ class ExpertsFound:
         """
         modules = find_experts(model)
         layout = ModelLayout(tuple(ExpertLayout.from_module(module) for module in modules.values()))
-        maths = tuple(expert_math(module) for module in modules.values())
+        maths = tuple(batched_math(m) if takes_copies(m) else expert_math(m) for m in modules.values())
         if top_k is None:
             stated = (find_top_k(model, name) for name in modules)
             top_k = max((number for number in stated if number is not None), default=1)
@@ -143,10 +144,11 @@ def install(
     transfer: Transfer = SyncTransfer() if device.type == "cpu" else StreamTransfer(len(pool.blocks), device)
     runtime = SlotExpertRuntime(bank, pool, transfer, top_k=found.top_k, layers=len(found.modules), policy=policy)
     for layer, (name, module) in enumerate(found.modules.items()):
+        kind = BatchedSlotExperts if takes_copies(module) else SlotExperts
         for projection in found.layout.layers[layer].projections:
             module._parameters.pop(projection.name, None)
         parent, _, leaf = name.rpartition(".")
-        setattr(model.get_submodule(parent), leaf, SlotExperts(module, runtime, layer, found.maths[layer]))
+        setattr(model.get_submodule(parent), leaf, kind(module, runtime, layer, found.maths[layer]))
     # On the inner model: its forward runs under the lock that lets one forward pass at a time, hooks of the outer one do not.
     inner = getattr(model, "base_model", model)
     hook = inner.register_forward_pre_hook(_shape_hook(runtime), with_kwargs=True)
@@ -167,8 +169,9 @@ def _shape_hook(runtime: SlotExpertRuntime) -> Callable[..., None]:
 def add_device_engine(runtime: SlotExpertRuntime, model: nn.Module) -> str:
     """Give the runtime its second engine, which serves decoded steps. Returns "" or the reason why there is none."""
     experts = next(module for module in model.modules() if isinstance(module, SlotExperts))
-    if runtime.layout.uniform is None or experts.math.why_not_plain:
-        return f"the experts have {experts.math.why_not_plain or 'different layouts in different layers'}"
+    layout = runtime.layout.uniform
+    if layout is None or layout.identities or experts.math.why_not_plain:
+        return f"the experts have {experts.math.why_not_plain or 'different layouts, or stand for no weights'}"
     reason = why_not(runtime.bank, runtime.pool, runtime.top_k, experts.apply_gate)
     if not reason:
         runtime.engine = DeviceEngine(

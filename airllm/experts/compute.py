@@ -111,6 +111,10 @@ class Routing:
         self.experts = [e for e in range(num_experts) if self._edges[e + 1] > self._edges[e]]
         self.last_experts = set(self.experts if last_rows is None else values[num_experts + 1 :])
 
+    def add_identity(self, out: torch.Tensor, expert: int, hidden: torch.Tensor, weights: torch.Tensor) -> None:
+        """``out`` [T, H] += weight * hidden for the tokens routed to ``expert``."""
+        self._add(out, expert, weights, lambda rows, weight: rows * weight, hidden)
+
     def add_expert(
         self,
         out: torch.Tensor,
@@ -121,20 +125,33 @@ class Routing:
         math: ExpertMath,
     ) -> None:
         """``out`` [T, H] += weight * expert(hidden) for the tokens routed to ``expert``; ``weights`` [T, K]."""
+        self._add(out, expert, weights, lambda rows, weight: math.weighted(rows, views, weight), hidden)
+
+    def _add(
+        self,
+        out: torch.Tensor,
+        expert: int,
+        weights: torch.Tensor,
+        weighted: Callable[[torch.Tensor, torch.Tensor], torch.Tensor],
+        hidden: torch.Tensor,
+    ) -> None:
         span = self._span(expert)
         token, position = self._token[span], self._position[span]
-        result = math.weighted(hidden[token], views, weights[token, position, None])
+        result = weighted(hidden[token], weights[token, position, None])
         out.index_add_(0, token, result.to(out.dtype))
 
     def _span(self, expert: int) -> slice:
         return slice(self._edges[expert], self._edges[expert + 1])
 
-    def sum_of(self, hidden: torch.Tensor, weights: torch.Tensor, math: ExpertMath) -> ExpertSum | GatheredSum:
-        """What adds up this forward's experts: launched all at once where that takes little memory."""
+    def sum_of(self, hidden: torch.Tensor, weights: torch.Tensor, math: ExpertMath, identities: int = 0) -> ExpertSum:
+        """What adds up this forward's experts: with rows gathered once where that takes little memory.
+
+        ``identities``: so many ids behind the experts' stand for no weights.
+        """
         tokens, width = hidden.shape
         row_bytes = width * hidden.element_size()
         complete = self._edges[-1] == self._order.numel()  # no id means "no expert"
-        if complete and row_bytes % ALIGNMENT_BYTES == 0 and row_bytes * self._order.numel() <= GATHER_BYTES:
+        if complete and not identities and row_bytes % ALIGNMENT_BYTES == 0 and row_bytes * self._order.numel() <= GATHER_BYTES:
             return GatheredSum(self, hidden, weights, math)
         return ExpertSum(self, hidden, weights, math)
 
@@ -150,20 +167,23 @@ class ExpertSum:
         """The expert with these ``views``; call with ascending experts."""
         self._routing.add_expert(self._total, expert, self._hidden, self._weights, views, self._math)
 
+    def add_identity(self, expert: int) -> None:
+        """An id that stands for no weights; see `Routing.add_identity`."""
+        self._routing.add_identity(self._total, expert, self._hidden, self._weights)
+
     def result(self) -> torch.Tensor:
         """[T, H] in the dtype of the hidden states."""
         return self._total.to(self._hidden.dtype)
 
 
-class GatheredSum:
+class GatheredSum(ExpertSum):
     """The same sum with the same bits, in fewer launches: rows are gathered once for all experts, and weighted and added up
     once at the end, each token's experts in ascending order."""
 
     def __init__(self, routing: Routing, hidden: torch.Tensor, weights: torch.Tensor, math: ExpertMath) -> None:
-        self._routing, self._math, self._dtype = routing, math, hidden.dtype
-        self._start = math.start(hidden, weights)
+        super().__init__(routing, hidden, weights, math)
         self._rows = hidden[routing._token]
-        self._weights = weights.t().reshape(-1)[routing._order, None]
+        self._by_row = weights.t().reshape(-1)[routing._order, None]
         self._outputs: dict[int, torch.Tensor] = {}
 
     def add(self, expert: int, views: Sequence[torch.Tensor]) -> None:
@@ -173,11 +193,12 @@ class GatheredSum:
     def result(self) -> torch.Tensor:
         """[T, H] in the dtype of the hidden states."""
         outputs = torch.cat([self._outputs[expert] for expert in sorted(self._outputs)])
-        addends, total = self._math.times(outputs, self._weights).to(self._start.dtype), self._start
+        total = self._total
+        addends = self._math.times(outputs, self._by_row).to(total.dtype)
         order, tokens = self._routing._order, total.shape[0]
         place = torch.empty_like(order)
         place[order] = torch.arange(order.numel(), device=order.device)
         # By token, in ascending order of its experts, which is the order of the places.
         for places in place.view(-1, tokens).sort(dim=0).values.unbind(0):
             total.add_(addends[places])
-        return total.to(self._dtype)
+        return super().result()

@@ -18,10 +18,19 @@ from torch import nn
 
 from airllm import transformers_private as private
 from airllm.errors import UnsupportedModelError
-from airllm.experts.compute import ExpertMath, Routing
-from airllm.experts.layout import projection_names
+from airllm.experts.compute import ApplyGate, ExpertMath, Routing
+from airllm.experts.layout import identity_experts, projection_names
 
 _EXPERTS, _TOKENS, _TOP_K = 4, 24, 3
+
+
+def takes_copies(module: nn.Module) -> bool:
+    """Whether these experts are handed every token once for each expert (see `airllm.experts.batched`): one argument, and
+    weights that lie as [in, out]."""
+    into, down = module._parameters.get("gate_up_proj"), module._parameters["down_proj"]
+    if into is None or down is None or len(private.call_arguments(module)) != 1:
+        return False
+    return into.shape[1] == down.shape[2] and into.shape[2] == 2 * down.shape[1]
 
 
 def expert_math(module: nn.Module) -> ExpertMath:
@@ -41,7 +50,8 @@ def expert_math(module: nn.Module) -> ExpertMath:
 
 def _candidates(module: Any) -> Iterator[ExpertMath]:
     """All that the flags allow, commonest first."""
-    gate = module._apply_gate if getattr(module, "has_gate", True) else module.act_fn
+    gate = module.act_fn if not getattr(module, "has_gate", True) else getattr(module, "_apply_gate", None)
+    gate = gate or _default_gate(module)
     fixed: dict[str, Any] = {
         "transposed": getattr(module, "is_transposed", False),
         "bias": getattr(module, "has_bias", False),
@@ -52,6 +62,17 @@ def _candidates(module: Any) -> Iterator[ExpertMath]:
     yield ExpertMath(gate, **fixed, sum_in="float32", upcast=True)
 
 
+def _default_gate(module: Any) -> ApplyGate:
+    """The contract's own gate, for a class that transformers did not give one."""
+
+    def apply(gate_up: torch.Tensor) -> torch.Tensor:
+        gate, up = gate_up.chunk(2, dim=-1)
+        gated: torch.Tensor = module.act_fn(gate) * up
+        return gated
+
+    return apply
+
+
 class _Trial:
     """A copy of an experts module with a few small experts of random weights."""
 
@@ -59,6 +80,8 @@ class _Trial:
         self._original = module
         self._random = torch.Generator().manual_seed(0)
         self._sizes = _small_sizes(module)
+        self._experts = module.get_parameter("down_proj").shape[0]
+        self._identities = min(identity_experts(module), 2)
         self.module: Any = self._shrunk(module)
         names = projection_names(module)
         stacked = [self.module.get_parameter(name) for name in names]
@@ -74,19 +97,22 @@ class _Trial:
 
     def _same(self, math: ExpertMath, weights_dtype: torch.dtype) -> bool:
         hidden = self._normal(_TOKENS, self._width).to(self._dtype)
-        index = torch.rand(_TOKENS, _EXPERTS, generator=self._random).argsort(1)[:, :_TOP_K]
+        index = torch.rand(_TOKENS, _EXPERTS + self._identities, generator=self._random).argsort(1)[:, :_TOP_K]
+        handed = torch.where(index < _EXPERTS, index, index - _EXPERTS + self._experts)
         weights = self._normal(_TOKENS, _TOP_K).to(weights_dtype)
         forward = private.own_experts_forward(self.module)
         with torch.no_grad():
             try:
-                theirs = forward(self.module, hidden, index, weights)
+                theirs = forward(self.module, hidden, handed, weights)
             except (RuntimeError, TypeError, IndexError) as error:
                 raise UnsupportedModelError(
                     f"{type(self._original).__name__} cannot be called as transformers' experts contract says: {error}"
                 ) from error
-            routing, total = Routing(index, _EXPERTS, None), math.start(hidden, weights)
+            routing, total = Routing(index, _EXPERTS + self._identities, None), math.start(hidden, weights)
             for expert, views in enumerate(self._views):
                 routing.add_expert(total, expert, hidden, weights, views, math)
+            for expert in range(_EXPERTS, _EXPERTS + self._identities):
+                routing.add_identity(total, expert, hidden, weights)
         return torch.equal(total.to(hidden.dtype), theirs)
 
     def _shrunk(self, module: nn.Module) -> nn.Module:

@@ -37,22 +37,26 @@ class Projection:
 
 @dataclass(frozen=True)
 class ExpertLayout:
-    """The bytes of one expert: all projections one behind the other in one block of ``expert_bytes``."""
+    """The bytes of one expert: all projections one behind the other in one block of ``expert_bytes``.
+
+    ``identities``: ids behind the experts' own that stand for no weights at all: they give back what they are given.
+    """
 
     projections: tuple[Projection, ...]
     num_experts: int
     expert_bytes: int
+    identities: int = 0
 
     @classmethod
     def from_shapes(
-        cls, shapes: Sequence[tuple[str, tuple[int, ...], torch.dtype]], num_experts: int
+        cls, shapes: Sequence[tuple[str, tuple[int, ...], torch.dtype]], num_experts: int, identities: int = 0
     ) -> ExpertLayout:
         """``shapes``: (name, shape of one expert, dtype) in block order."""
         offset, projections = 0, []
         for name, shape, dtype in shapes:
             projections.append(Projection(name, tuple(shape), dtype, offset))
             offset = _aligned(offset + projections[-1].nbytes)
-        return cls(tuple(projections), num_experts, offset)
+        return cls(tuple(projections), num_experts, offset, identities)
 
     @classmethod
     def from_module(cls, module: torch.nn.Module, dtype: torch.dtype | None = None) -> ExpertLayout:
@@ -70,19 +74,24 @@ class ExpertLayout:
             raise UnsupportedModelError(
                 f"{type(module).__name__} holds {_shapes(stacked)}; by its flags the slot backend expects {', '.join(names)}"
             )
-        counts = {parameter.shape[0] for parameter in stacked.values()}
-        if len(counts) != 1:
+        experts, identities = stacked["down_proj"].shape[0], identity_experts(module)
+        if any(parameter.shape[0] not in (experts, experts + identities) for parameter in stacked.values()):
             raise UnsupportedModelError(
                 f"{type(module).__name__} holds {_shapes(stacked)}: not the same number of experts in each"
             )
         shapes = [(name, tuple(stacked[name].shape[1:]), dtype or stacked[name].dtype) for name in names]
-        return cls.from_shapes(shapes, counts.pop())
+        return cls.from_shapes(shapes, experts, identities)
 
     def views(self, block: torch.Tensor) -> tuple[torch.Tensor, ...]:
         """Typed views of one expert's ``block`` (uint8, [expert_bytes] or longer) in the order of ``projections``."""
         return tuple(
             block.narrow(0, p.offset_bytes, p.nbytes).view(p.dtype).view(p.shape) for p in self.projections
         )
+
+
+def identity_experts(module: torch.nn.Module) -> int:
+    """Ids behind the experts' own for which a module hands its input through (LongCat)."""
+    return int(getattr(module, "zero_expert_num", 0)) if hasattr(module, "identity_expert") else 0
 
 
 def projection_names(module: torch.nn.Module) -> tuple[str, ...]:

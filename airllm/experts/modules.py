@@ -10,7 +10,7 @@ from torch import nn
 from airllm import transformers_private as private
 from airllm.errors import UnsupportedModelError
 from airllm.experts.compute import ApplyGate, ExpertMath
-from airllm.experts.contract import expert_math
+from airllm.experts.contract import expert_math, takes_copies
 from airllm.experts.runtime import SlotExpertRuntime
 
 _ARGUMENTS = 3
@@ -21,13 +21,14 @@ def find_experts(model: nn.Module) -> dict[str, nn.Module]:
     """Experts modules by name, in model order: those with transformers' experts contract (weights stacked along E).
 
     The test is the contract itself, never the name of a family: a parameter with an expert axis, and a forward of three
-    arguments (hidden states, expert ids, weights). Others (shared experts, which run for every token) are dense weights.
+    arguments (hidden states, expert ids, weights) or of one (see `airllm.experts.batched`). Others (shared experts, which
+    run for every token) are dense weights.
 
     Raises:
         UnsupportedModelError: there is none; says which one cannot be called so.
     """
     stacked = dict(private.expert_modules(model))
-    found = {name: module for name, module in stacked.items() if len(private.call_arguments(module)) == _ARGUMENTS}
+    found = {name: module for name, module in stacked.items() if _served(module)}
     if found:
         return found
     kind, remedy = type(model).__name__, 'use expert_cache_backend="none"'
@@ -41,6 +42,10 @@ def find_experts(model: nn.Module) -> dict[str, nn.Module]:
         f"{kind} has no experts module that the slot backend can serve (a dense model, or experts outside transformers' "
         f"experts contract): {remedy}"
     )
+
+
+def _served(module: nn.Module) -> bool:
+    return len(private.call_arguments(module)) == _ARGUMENTS or takes_copies(module)
 
 
 def find_top_k(model: nn.Module, experts: str) -> int | None:

@@ -12,7 +12,7 @@ from typing import Any
 import torch
 
 from airllm.experts.bank import HostBank
-from airllm.experts.compute import ExpertMath, ExpertSum, GatheredSum, Routing
+from airllm.experts.compute import ExpertMath, ExpertSum, Routing
 from airllm.experts.decode_graphs import ExpertGraphs
 from airllm.experts.device_engine import DeviceEngine
 from airllm.experts.plan import PlanCounts, Step, plan_layer, waves
@@ -203,10 +203,11 @@ class SlotExpertRuntime:
             graphs.load(call.hidden, call.weights)  # enqueued before the read-back, so that it costs no waiting
         total = call.math.start(call.hidden, call.weights) if graphs is None else graphs.total
         chosen: list[int] = call.index.tolist()[0]  # the one read-back of the layer
-        routed = sorted(e for e in chosen if e < self.layout.layers[call.layer].num_experts)
+        layout = self.layout.layers[call.layer]
+        routed = sorted(e for e in chosen if e < layout.num_experts)
         experts = sorted(set(routed))
-        if len(experts) < len(routed):  # an expert chosen twice gets both rows in one product, as in transformers
-            result = self._many_tokens(call)
+        if len(experts) < len(routed) or (layout.identities and len(routed) < len(chosen)):
+            result = self._many_tokens(call)  # an expert chosen twice gets both rows in one product, as in transformers
             return result if call.loaded is None else call.loaded.total.copy_(result)
         for wave in waves(self._plan(call, experts, set(experts)), self.pool.plan.scratch):
             self._copy(wave)
@@ -229,19 +230,23 @@ class SlotExpertRuntime:
             return torch.zeros_like(call.hidden)
         shape = self._shape
         last_rows = shape.last_rows if tokens == shape.batch * shape.sequence else None
-        routing = Routing(call.index, self.layout.layers[call.layer].num_experts, last_rows)
-        total = routing.sum_of(call.hidden, call.weights, call.math)
-        pending = waves(self._plan(call, routing.experts, routing.last_experts), self.pool.plan.scratch)
+        layout = self.layout.layers[call.layer]
+        routing = Routing(call.index, layout.num_experts + layout.identities, last_rows)
+        experts = [expert for expert in routing.experts if expert < layout.num_experts]
+        total = routing.sum_of(call.hidden, call.weights, call.math, layout.identities)
+        pending = waves(self._plan(call, experts, routing.last_experts), self.pool.plan.scratch)
         wave = next(pending, [])
         self._copy(wave)
         while wave:
             following = next(pending, [])
             self._compute_wave(wave, following, call.layer, total)
             wave = following
+        for expert in routing.experts[len(experts) :]:
+            total.add_identity(expert)
         return total.result()
 
     def _compute_wave(
-        self, wave: list[Step], following: list[Step], layer: int, total: ExpertSum | GatheredSum
+        self, wave: list[Step], following: list[Step], layer: int, total: ExpertSum
     ) -> None:
         """Compute ``wave`` into ``total``. As soon as a scratch slot has been read, the copy of ``following`` that wants it
         is enqueued, so that the link never waits for a whole wave; copies into slots go first, as nothing reads those yet."""

@@ -23,9 +23,10 @@ def pool_for(device: str) -> Any:
 
 
 def graphed(rig: Rig, weight_dtype: torch.dtype | None = None) -> Rig:
-    gate = rig.oracles[0]._apply_gate
-    pool = pool_for(str(rig.device))
-    rig.runtime.graphs = ExpertGraphs(pool, rig.pool.views, slot_rig.HIDDEN, rig.top_k, ExpertMath(gate), weight_dtype or rig.dtype)
+    math, pool = ExpertMath(rig.oracles[0]._apply_gate), pool_for(str(rig.device))
+    rig.runtime.graphs = ExpertGraphs(
+        pool, rig.pool.views, slot_rig.HIDDEN, rig.top_k, math, weight_dtype or rig.dtype
+    )
     return rig
 
 
