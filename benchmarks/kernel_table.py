@@ -149,6 +149,9 @@ def _experts(g: Geometry, device: torch.device, dtype: torch.dtype) -> list[Row]
     routes = AgedTables(g.layers, g.experts, 73, 2, 8 * g.top_k, device)
     n = len(places)
 
+    def copy(_: int, keep: Any = block) -> None:  # the bank's pages are pinned as long as the block lives
+        ops.copy_misses(tables, bank, pool, 2)
+
     def up(i: int) -> None:
         ops.gate_up(x, places[i % n], gate_up, inner)
 
@@ -161,6 +164,6 @@ def _experts(g: Geometry, device: torch.device, dtype: torch.dtype) -> list[Row]
     return [
         ("gate and up of 2 experts", 2 * 2 * nbytes // 3, "memory", up, 32),
         ("down of 2 experts", 2 * nbytes // 3, "memory", back, 32),
-        ("copy of 2 experts", 2 * nbytes, "link", lambda _: ops.copy_misses(tables, bank, pool, 2), 4),
+        ("copy of 2 experts", 2 * nbytes, "link", copy, 4),
         ("route, 73 slots", 0, "memory", route, 32),
     ]

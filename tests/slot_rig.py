@@ -60,6 +60,8 @@ class LateTransfer(SyncTransfer):
     A copy into a place that is being read is an error, which no test is likely to catch by its numbers.
     """
 
+    overlaps = True
+
     def __init__(self) -> None:
         self.pending: dict[int, tuple[torch.Tensor, torch.Tensor]] = {}
         self.reading: set[int] = set()
@@ -68,6 +70,10 @@ class LateTransfer(SyncTransfer):
     def copy(self, source: torch.Tensor, target: torch.Tensor, place: int) -> None:
         if place in self.reading:
             raise AssertionError(f"place {place} is copied over while it is read")
+        for begun, (_, there) in list(self.pending.items()):
+            if there.data_ptr() == source.data_ptr():  # copies come in order: what is copied on has arrived
+                self._arrive(begun)
+        source = source.clone()
         target.fill_(255)
         self.pending[place] = (source, target)
         self.copies.append(place)

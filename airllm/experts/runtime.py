@@ -28,6 +28,10 @@ SHORT_SEQUENCE = 8
 they use; longer ones are prompts and leave behind only what their last tokens used."""
 
 
+AHEAD_ROUTED = 8
+"""A prompt that routes at least so many times as many ids as a layer has experts is taken to need nearly all of them."""
+
+
 @dataclass(slots=True)
 class LayerCall:
     """The arguments of one layer's forward. ``loaded``: the graphs hold the token, and their total is what is wanted."""
@@ -91,12 +95,14 @@ class SlotExpertRuntime:
         self._shape = ForwardShape()
         # Experts that are in the table although their copy is not under way yet: not to be believed when a forward fails.
         self._suspects: set[int] = set()
+        self._in_scratch: dict[int, int] = {}  # experts that lie in a scratch slot, or are on their way into it
         self._unfinished = False
         self._lock = threading.RLock()
 
     def begin_forward(self, batch: int, sequence: int, device: torch.device) -> None:
         """Tell the runtime the shape of the forward that comes: ``batch`` sequences of ``sequence`` new tokens."""
         self.transfer.take_turn()
+        self._in_scratch = {}
         last_rows = torch.arange(1, batch + 1, device=device) * sequence - 1 if sequence > SHORT_SEQUENCE else None
         self._shape = ForwardShape(batch, sequence, last_rows)
 
@@ -164,6 +170,7 @@ class SlotExpertRuntime:
     def _recover(self) -> None:
         self.policy.recover(self._suspects)
         self._suspects.clear()
+        self._in_scratch = {}
         self._unfinished = False
 
     def _plan(self, call: LayerCall, experts: list[int], admit: set[int]) -> list[Step]:
@@ -190,11 +197,38 @@ class SlotExpertRuntime:
     def _copy(self, steps: Iterable[Step]) -> None:
         for step in steps:
             if step.copy:
-                source, place = self._sources[step.key], self.pool.blocks[step.place]
-                self.transfer.copy(source, place if self._fronts is None else place[: self._fronts[step.key]], step.place)
+                self._bring(step.key, step.place)
                 self._suspects.discard(step.key)
+
+    def _bring(self, key: int, place: int) -> None:
+        """Start the copy of an expert into ``place``: from the bank, or from the scratch slot where it already lies."""
+        at = self._in_scratch.get(key)
+        if at != place:
+            self._forget_scratch(place)
+            source, target = self._sources[key], self.pool.blocks[place]
+            if at is not None:
+                source = self.pool.blocks[at][: source.nbytes]
+            self.transfer.copy(source, target if self._fronts is None else target[: self._fronts[key]], place)
+            if at is None:
                 self.counters.h2d_copies += 1
                 self.counters.h2d_bytes += source.nbytes
+        if place >= self.policy.slots:
+            self._in_scratch[key] = place
+
+    def _forget_scratch(self, place: int) -> None:
+        self._in_scratch = {key: at for key, at in self._in_scratch.items() if at != place}
+
+    def _fetch_ahead(self, call: LayerCall) -> None:
+        """While the layers in between are computed: start on the next layer's experts, where a prompt will need nearly all."""
+        following = call.layer + 1
+        if not self.transfer.overlaps or following == self.layers or self._shape.last_rows is None:
+            return
+        first, end = self._first_keys[following : following + 2]
+        if call.index.numel() < AHEAD_ROUTED * (end - first):
+            return
+        missing = [key for key in range(first, end) if key not in self.policy]
+        for place, key in zip(range(self.policy.slots, len(self.pool.blocks)), missing, strict=False):
+            self._bring(key, place)
 
     def _one_token(self, call: LayerCall) -> torch.Tensor:
         graphs = call.loaded
@@ -241,6 +275,7 @@ class SlotExpertRuntime:
             following = next(pending, [])
             self._compute_wave(wave, following, call.layer, total)
             wave = following
+        self._fetch_ahead(call)
         for expert in routing.experts[len(experts) :]:
             total.add_identity(expert)
         return total.result()
@@ -268,6 +303,7 @@ class SlotExpertRuntime:
             self.transfer.synchronize()
             self.policy.clear()
             self._suspects.clear()
+            self._in_scratch = {}
 
     def reset_counters(self) -> None:
         """Counters to zero; what is resident stays."""

@@ -15,9 +15,14 @@ class Transfer(Protocol):
     """Copies expert blocks; one call of ``copy`` is one copy."""
 
     staging_bytes: int
+    overlaps: bool
+    """Whether copies run beside arithmetic, so that starting one early gains time."""
 
     def copy(self, source: torch.Tensor, target: torch.Tensor, place: int) -> None:
-        """Start copying ``source`` (host) to ``target`` (device memory of ``place``), after the last reader of ``place``."""
+        """Start copying ``source`` to ``target`` (device memory of ``place``), after the last reader of ``place``.
+
+        ``source`` lies on the host, or in another place on the device, whose own copy was started before.
+        """
 
     def wait(self, place: int) -> None:
         """What is enqueued from now on may read ``place``."""
@@ -41,6 +46,7 @@ class SyncTransfer:
     """The CPU twin: a copy is finished when the call returns, so every edge holds by itself."""
 
     staging_bytes = 0
+    overlaps = False
 
     def copy(self, source: torch.Tensor, target: torch.Tensor, place: int) -> None:
         target.copy_(source)
@@ -71,6 +77,7 @@ class StreamTransfer:
     """
 
     staging_bytes = 0
+    overlaps = True
 
     def __init__(self, places: int, device: torch.device) -> None:
         self.device = device

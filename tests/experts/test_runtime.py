@@ -18,6 +18,7 @@ from slot_rig import DEVICES, EXPERTS, LAYERS, Injected, LateTransfer, Rig, gpu
 from airllm.experts import policy
 from airllm.experts.plan import plan_layer
 from airllm.experts.policy import make_policy
+from airllm.experts.runtime import ForwardShape
 from airllm.experts.transfer import StreamTransfer, SyncTransfer
 
 pytestmark = pytest.mark.usefixtures("every_policy")
@@ -138,16 +139,59 @@ def test_a_prompt_copies_each_expert_it_needs_once_a_layer(slots: int) -> None:
     rig = Rig(slots)
     for tokens in (200, 64, 200):
         rig.runtime.begin_forward(1, tokens, rig.device)
+        copied, needed = rig.runtime.counters.h2d_copies, 0
         for layer in range(LAYERS):
             before, resident = vars(rig.runtime.counters).copy(), set(rig.runtime.policy.residents())
             hidden, index, weights = rig.draw(tokens)
             rig.call(layer, hidden, index, weights)
             after = vars(rig.runtime.counters)
             used = {layer * EXPERTS + e for e in index.unique().tolist()}
-            assert after["h2d_copies"] - before["h2d_copies"] == len(used - resident)
+            needed += len(used - resident)
             assert after["misses"] - before["misses"] == len(used - resident)
             assert after["hits"] - before["hits"] == len(used & resident)
             assert after["h2d_bytes"] == after["h2d_copies"] * rig.pool.plan.expert_bytes
+        assert rig.runtime.counters.h2d_copies - copied == needed, "those fetched ahead count for the layer before"
+
+
+def test_a_long_prompts_next_layer_is_fetched_ahead_and_not_copied_again() -> None:
+    rig = Rig(4)
+    rig.runtime.begin_forward(1, 64, rig.device)
+    rig.call(0, *rig.draw(64))
+    ahead, late = dict(rig.runtime._in_scratch), rig.runtime.transfer
+    assert sorted(ahead) == [EXPERTS, EXPERTS + 1] and set(ahead.values()) == {4, 5}
+    late.copies.clear()
+    rig.call(1, *rig.draw(64))
+    brought = rig.runtime.counters.h2d_copies
+    assert brought == 2 * EXPERTS + 2, "two of layer 2 are under way"
+    rig.runtime.begin_forward(1, 8, rig.device)
+    assert rig.runtime._in_scratch == {}, "what lies in scratch is believed within one forward only"
+    rig.call(0, *rig.draw(8))
+    assert not any(key >= EXPERTS for key in rig.runtime._in_scratch), "a short forward fetches nothing ahead"
+
+
+def test_an_expert_fetched_ahead_that_gets_a_slot_is_copied_on_from_scratch() -> None:
+    rig = Rig(EXPERTS)
+    rig.runtime.begin_forward(1, 64, rig.device)
+    rig.call(0, *rig.draw(64))
+    before = rig.runtime.counters.h2d_copies
+    rig.runtime._shape = ForwardShape()  # everything of the next call is worth a slot
+    rig.call(1, *rig.draw(1, choices=[0, 1]))
+    assert rig.runtime.counters.h2d_copies == before
+    assert {EXPERTS, EXPERTS + 1} <= set(rig.runtime.policy.residents())
+    rig.call(1, *rig.draw(1, choices=[1, 0]))
+
+
+def test_after_an_exception_nothing_in_scratch_is_believed() -> None:
+    rig = Rig(4)
+    rig.runtime.begin_forward(1, 64, rig.device)
+    rig.call(0, *rig.draw(64))
+    assert rig.runtime._in_scratch
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(rig.runtime, "_copy", lambda steps: 1 / 0)
+        with pytest.raises(ZeroDivisionError):
+            rig.call(1, *rig.draw(64))
+    assert rig.runtime._in_scratch == {}
+    rig.call(1, *rig.draw(64))
 
 
 def test_scratch_takes_turns_so_that_a_copy_runs_beside_the_arithmetic() -> None:
@@ -296,7 +340,7 @@ def test_statistics_count_what_happened() -> None:
     assert stats["resident_experts"] == 2 and stats["resident_bytes"] == 2 * rig.pool.plan.expert_bytes
     assert stats["generation_disk_expert_reads"] == 0
     rig.runtime.begin_forward(1, 64, rig.device)
-    rig.call(0, *rig.draw(64))
+    rig.call(LAYERS - 1, *rig.draw(64))
     stats = rig.runtime.stats()
     assert stats["bypasses"] > 0 and stats["h2d_copies"] == stats["misses"]
     rig.bank.read_expert(3, [torch.empty(p.shape) for p in rig.bank.layout.projections])
