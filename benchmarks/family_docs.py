@@ -20,8 +20,8 @@ START, END = "<!-- families:start -->", "<!-- families:end -->"
 INTRODUCTION = """# Model families on slots
 
 One row for each modelling file of transformers that has experts. *exact*: a tiny random model, built and saved by transformers
-itself, loaded with `AutoModel.from_pretrained(..., expert_cache_backend="slot")` on the CPU, gives the same float32 logits, bit
-for bit, as transformers with `experts_implementation="eager"`, and the same greedy tokens, at three budgets: the experts of one
+itself, loaded with `AutoModel.from_pretrained(..., expert_cache_backend="slot")` on the CPU, gives the same logits, bit for
+bit, as transformers with `experts_implementation="eager"`, and the same greedy tokens, at three budgets: the experts of one
 token, one more, all. *refused*: an error that says why, before any weight is read; such a model can be streamed.
 
 Which models are served follows from what their experts modules hold and compute, not from this list.
@@ -30,8 +30,9 @@ Written by `benchmarks/family_docs.py` from the JSON of `benchmarks/family_table
 
 
 def load() -> list[dict[str, Any]]:
-    """Results, newest transformers first."""
+    """Results, newest transformers first, float32 before half precision."""
     results = [json.loads(path.read_text()) for path in RESULTS]
+    results.sort(key=lambda result: result["dtype"], reverse=True)
     return sorted(results, key=lambda result: [int(part) for part in result["transformers"].split(".")], reverse=True)
 
 
@@ -39,12 +40,12 @@ def counts(result: dict[str, Any]) -> str:
     """How many rows there are of each outcome."""
     outcomes = [row["outcome"] for row in result["rows"]]
     said = ", ".join(f"{outcomes.count(outcome)} {outcome}" for outcome in sorted(set(outcomes)))
-    return f"transformers {result['transformers']}: {said} of {len(outcomes)}"
+    return f"transformers {result['transformers']}, {result['dtype']}: {said} of {len(outcomes)}"
 
 
 def document(results: list[dict[str, Any]]) -> str:
     """All of docs/FAMILIES.md."""
-    versions = [result["transformers"] for result in results]
+    versions = [f"{result['transformers']} {result['dtype']}" for result in results]
     by_folder = [{row["folder"]: row for row in result["rows"]} for result in results]
     lines = [INTRODUCTION, *(f"* {counts(result)}" for result in results), ""]
     lines += [f"| modelling file | class | {' | '.join(versions)} | why not |", "|---" * (len(versions) + 3) + "|"]

@@ -7,8 +7,8 @@
 `benchmarks/family_docs.py` makes docs/FAMILIES.md and the README's list of models out of the JSON.
 
 For each file transformers builds a tiny random model and saves it; `AutoModel` loads it with slots on the CPU at three
-budgets: the experts of one token, one more, all. Exact means: float32 logits of a prompt equal transformers' eager experts
-bit for bit at every budget, and so do greedy tokens.
+budgets: the experts of one token, one more, all. Exact means: the logits of a prompt equal transformers' eager experts bit for
+bit at every budget, and so do greedy tokens.
 """
 
 from __future__ import annotations
@@ -139,7 +139,7 @@ def differs(ours: tuple[torch.Tensor, torch.Tensor], theirs: tuple[torch.Tensor,
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--only", help="comma-separated folders of transformers/models")
-    parser.add_argument("--dtype", default="float32", help="of the checkpoint; the committed tables are float32")
+    parser.add_argument("--dtype", default="float32", help="of the checkpoint")
     parser.add_argument("--json", type=Path, help="where to write the rows")
     parser.add_argument("--verbose", action="store_true", help="tracebacks of errors")
     options = parser.parse_args()
@@ -155,7 +155,12 @@ def main() -> int:
     outcomes = [row.outcome for row in rows]
     print(", ".join(f"{outcomes.count(outcome)} {outcome}" for outcome in sorted(set(outcomes))))
     if options.json:
-        result = {"transformers": transformers.__version__, "torch": torch.__version__, "rows": [asdict(row) for row in rows]}
+        result = {
+            "transformers": transformers.__version__,
+            "torch": torch.__version__,
+            "dtype": options.dtype,
+            "rows": [asdict(row) for row in rows],
+        }
         options.json.write_text(json.dumps(result, indent=1) + "\n")
     return 0
 

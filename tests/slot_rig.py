@@ -99,9 +99,14 @@ class LateTransfer(SyncTransfer):
 
 
 def experts_modules(
-    dtype: torch.dtype = torch.float32, *, layers: int = LAYERS, experts: int = EXPERTS, seed: int = 0
+    dtype: torch.dtype = torch.float32,
+    *,
+    layers: int = LAYERS,
+    experts: int = EXPERTS,
+    seed: int = 0,
+    widths: Sequence[int] = (),
 ) -> dict[str, PhimoeExperts]:
-    """Random experts modules of transformers, in eager mode, one a layer."""
+    """Random experts modules of transformers, in eager mode, one a layer; of these ``widths`` where they are given."""
     config = families.make_config(
         "phimoe", num_local_experts=experts, hidden_size=HIDDEN, intermediate_size=WIDTH, num_hidden_layers=layers
     )
@@ -109,6 +114,7 @@ def experts_modules(
     generator = torch.Generator().manual_seed(seed)
     made = {}
     for layer in range(layers):
+        config.intermediate_size = widths[layer] if widths else WIDTH
         module = PhimoeExperts(config)
         for parameter in module.parameters():
             parameter.data = (torch.randn(parameter.shape, generator=generator) * 0.2).to(dtype)
@@ -130,10 +136,11 @@ class Rig:
         transfer: Any = None,
         layers: int = LAYERS,
         experts: int = EXPERTS,
+        widths: Sequence[int] = (),
     ) -> None:
         self.device, self.dtype, self.top_k = torch.device(device), dtype, top_k
-        self.modules = experts_modules(dtype, layers=layers, experts=experts)
-        layout = ModelLayout.of(ExpertLayout.from_module(next(iter(self.modules.values()))), layers)
+        self.modules = experts_modules(dtype, layers=layers, experts=experts, widths=widths)
+        layout = ModelLayout(tuple(map(ExpertLayout.from_module, self.modules.values())))
         plan = plan_slots(
             budget_bytes=slots * layout.expert_bytes,
             expert_bytes=layout.expert_bytes,
@@ -195,4 +202,5 @@ def check(runtime: SlotExpertRuntime) -> None:
     assert not runtime.policy._leased, "a lease survived"
     runtime.transfer.synchronize()
     for key, slot in runtime.policy.residents().items():
-        assert torch.equal(runtime.pool.blocks[slot].cpu(), runtime.bank.block(key)), f"slot {slot} does not hold expert {key}"
+        block = runtime.bank.block(key)
+        assert torch.equal(runtime.pool.blocks[slot][: block.nbytes].cpu(), block), f"slot {slot} does not hold expert {key}"

@@ -103,14 +103,17 @@ class ExpertsFound:
 def kv_cache_bytes(config: Any, tokens: int, layout: ModelLayout) -> int:
     """Keys and values of one sequence of ``tokens`` tokens in the model's dtype. An upper bound: layers that keep a window, a
     compressed or a fixed state need less."""
-    values = sum(_kv_width(layer) for layer in private.layer_configs(config))
-    return 2 * values * tokens * layout.projections[0].dtype.itemsize
+    values = sum(_kv_values(layer) for layer in private.layer_configs(config))
+    return values * tokens * layout.projections[0].dtype.itemsize
 
 
-def _kv_width(config: Any) -> int:
+def _kv_values(config: Any) -> int:
+    """Numbers that one layer keeps of one token. Latent attention (DeepSeek) has keys and values of widths of their own."""
     heads = getattr(config, "num_key_value_heads", None) or config.num_attention_heads
     head_dim = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
-    return int(heads * head_dim)
+    latent = getattr(config, "qk_nope_head_dim", None)
+    key = head_dim if latent is None else latent + config.qk_rope_head_dim
+    return int(heads * (key + (getattr(config, "v_head_dim", None) or key)))
 
 
 def workspace_bytes(config: Any, tokens: int, layout: ModelLayout) -> int:

@@ -15,6 +15,7 @@ from airllm.errors import BudgetError, HostMemoryError, UnsupportedModelError
 from airllm.experts import assembly, host_memory
 from airllm.experts.assembly import ExpertsFound, install, kv_cache_bytes, workspace_bytes
 from airllm.experts.budget import MIB
+from airllm.experts.layout import ExpertLayout, ModelLayout
 from airllm.experts.modules import SlotExperts
 from airllm.skeleton import build_skeleton, load_config, load_resident, move_buffers, tie_weights
 from airllm.weight_map import build_weight_map
@@ -49,6 +50,12 @@ class Built:
 @pytest.fixture
 def built(checkpoint: Callable[..., Path]) -> Built:
     return Built(checkpoint("phimoe"))
+
+
+def test_the_cache_of_latent_attention_is_counted_by_its_own_widths() -> None:
+    config = families.make_config("deepseek_v3")
+    layout = ModelLayout.of(ExpertLayout.from_shapes([("down_proj", (4, 4), torch.float32)], 1), 1)
+    assert kv_cache_bytes(config, 10, layout) == 3 * 4 * (8 + 8 + 8) * 10 * 4
 
 
 def test_all_experts_of_the_model_are_found(built: Built) -> None:

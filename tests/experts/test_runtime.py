@@ -68,6 +68,17 @@ def test_a_token_with_more_experts_than_slots_and_scratch_is_computed_in_waves(d
     assert rig.runtime.top_k == 7, "what a token really used is learned"
 
 
+@pytest.mark.parametrize("slots", [2, 5, LAYERS * EXPERTS])
+def test_layers_whose_experts_differ_in_size_share_the_slots(slots: int) -> None:
+    rig = Rig(slots, dtype=torch.bfloat16, widths=(24, 40, 8))
+    largest, total = rig.bank.layout.expert_bytes, rig.bank.nbytes
+    assert total < LAYERS * EXPERTS * largest and rig.pool.plan.expert_bytes == largest
+    for tokens in (1, 12, 1, 1, 30, 1):
+        for layer in range(LAYERS):
+            rig.call(layer, *rig.draw(tokens))
+    assert rig.runtime.counters.h2d_bytes < rig.runtime.counters.h2d_copies * largest
+
+
 @pytest.mark.parametrize("choices", [[3, 3], [8, 3], [8, 8]])
 def test_an_expert_chosen_twice_by_one_token_is_added_twice(choices: list[int]) -> None:
     rig = Rig(3, dtype=torch.bfloat16)
