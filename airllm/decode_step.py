@@ -282,7 +282,8 @@ class DecodeStepper:
             with torch.no_grad():
                 logits, after = self._fused(state)
             self._watch.show(after)
-            return MoeCausalLMOutputWithPast(logits=logits, **{self.cache_name: state.cache})
+            fields: dict[str, Any] = {self.cache_name: state.cache}
+            return MoeCausalLMOutputWithPast(logits=logits, **fields)
         with torch.no_grad(), self.engine.step(), state.cache.writing_at(state.slot):
             return self._forward(
                 model,

@@ -203,10 +203,11 @@ def run_all(args: argparse.Namespace) -> dict[str, Any]:
     pair = None
     if "eager" in args.kinds and "slots" in args.kinds:
         of = [kind for kind in ("eager", "slots", "slots_device") if kind in args.kinds]
+        keep_so_far(args.output_json, where, cases)
         pair = run_child(shared | {"kind": "pair", "of": of}, args.case_timeout)
     sweep = None
     if args.budgets:
-        keep_so_far(args.output_json, where, cases)
+        keep_so_far(args.output_json, where, cases | ({} if pair is None else {"pair": pair}))
         sweep = run_child(sweep_request(args, shared), args.case_timeout)
     asked = {name: shared[name] for name in ("dtype", "device", "budget_gb", "accelerate_gb", "tokens", "modes")}
     asked |= {"source": args.geometry or args.model, "revision": args.revision, "prompts": args.prompts}
