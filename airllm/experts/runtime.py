@@ -220,6 +220,7 @@ class SlotExpertRuntime:
 
     def _fetch_ahead(self, call: LayerCall) -> None:
         """While the layers in between are computed: start on the next layer's experts, where a prompt will need nearly all."""
+        self._in_scratch = {}
         following = call.layer + 1
         if not self.transfer.overlaps or following == self.layers or self._shape.last_rows is None:
             return
@@ -254,6 +255,7 @@ class SlotExpertRuntime:
                     views = self._views[call.layer][step.place]
                     total.add_(call.math.weighted(call.hidden, views, call.weights[:, k, None]).to(total.dtype))
                 self.transfer.done_reading(step.place)
+        self._in_scratch = {}
         if graphs is None:
             return total.to(call.hidden.dtype)
         return total if call.loaded is not None else total.clone()
