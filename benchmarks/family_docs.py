@@ -14,6 +14,9 @@ from pathlib import Path
 from typing import Any
 
 ROOT = Path(__file__).resolve().parents[1]
+sys.path.insert(0, str(ROOT))
+from benchmarks.marked_section import replaced  # noqa: E402
+
 RESULTS = sorted((ROOT / "benchmarks" / "results").glob("families-*.json"))
 DOCUMENT, README = ROOT / "docs" / "FAMILIES.md", ROOT / "README.md"
 START, END = "<!-- families:start -->", "<!-- families:end -->"
@@ -70,19 +73,12 @@ def section(result: dict[str, Any]) -> str:
     )
 
 
-def readme_with(text: str, content: str) -> str:
-    """``content`` with what stands between the markers replaced."""
-    before, _, rest = content.partition(START)
-    _, _, after = rest.partition(END)
-    return f"{before}{START}\n{text}\n{END}{after}"
-
-
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--check", action="store_true", help="compare instead of writing")
     options = parser.parse_args()
     results = load()
-    wanted = {DOCUMENT: document(results), README: readme_with(section(results[0]), README.read_text())}
+    wanted = {DOCUMENT: document(results), README: replaced(README.read_text(), START, END, section(results[0]))}
     if options.check:
         return int(any(not path.exists() or path.read_text() != text for path, text in wanted.items()))
     DOCUMENT.parent.mkdir(exist_ok=True)

@@ -14,6 +14,9 @@ from pathlib import Path
 from typing import Any
 
 ROOT = Path(__file__).resolve().parents[1]
+sys.path.insert(0, str(ROOT))
+from benchmarks.marked_section import replaced  # noqa: E402
+
 RESULT = ROOT / "benchmarks" / "results" / "phi-tiny-h200.json"
 ENGINE = RESULT.with_name("decode-engine-h200.json")
 PLOT = "benchmarks/results/tiny-cpu.png"
@@ -140,20 +143,14 @@ def table(result: dict[str, Any], engine: dict[str, Any]) -> str:
     return "\n".join(lines)
 
 
-def readme_with(section: str, text: str) -> str:
-    """`text` with what stands between the markers replaced."""
-    before, _, rest = text.partition(START)
-    _, _, after = rest.partition(END)
-    return f"{before}{START}\n{section}\n{END}{after}"
-
-
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--check", action="store_true", help="compare instead of writing")
     options = parser.parse_args()
     readme = ROOT / "README.md"
     old = readme.read_text()
-    new = readme_with(table(json.loads(RESULT.read_text()), json.loads(ENGINE.read_text())), old)
+    section = table(json.loads(RESULT.read_text()), json.loads(ENGINE.read_text()))
+    new = replaced(old, START, END, section)
     if options.check:
         return int(old != new)
     readme.write_text(new)

@@ -22,15 +22,9 @@ launches, and the memory is worth more."""
 ApplyGate = Callable[[torch.Tensor], torch.Tensor]
 
 
-def gated_mlp(rows: torch.Tensor, views: Sequence[torch.Tensor], apply_gate: ApplyGate) -> torch.Tensor:
-    """``rows`` [n, H] through one expert: ``views`` are gate_up_proj [2I, H] and down_proj [H, I]; gives [n, H]."""
-    gate_up, down = views
-    return linear(apply_gate(linear(rows, gate_up)), down)
-
-
 @dataclass(frozen=True)
 class ExpertMath:
-    """What the experts of one layer compute; the defaults are the plain contract, which `gated_mlp` serves.
+    """What the experts of one layer compute; the defaults are the plain contract.
 
     Attributes:
         apply_gate: what lies between the two products: the module's own gate, or its activation where there is no gate.

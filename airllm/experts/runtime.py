@@ -95,7 +95,7 @@ class SlotExpertRuntime:
         self._shape = ForwardShape()
         # Experts that are in the table although their copy is not under way yet: not to be believed when a forward fails.
         self._suspects: set[int] = set()
-        self._in_scratch: dict[int, int] = {}  # experts that lie in a scratch slot, or are on their way into it
+        self._in_scratch: dict[int, int] = {}  # by fetching ahead: an expert, and where it lies
         self._unfinished = False
         self._lock = threading.RLock()
 
@@ -203,20 +203,17 @@ class SlotExpertRuntime:
     def _bring(self, key: int, place: int) -> None:
         """Start the copy of an expert into ``place``: from the bank, or from the scratch slot where it already lies."""
         at = self._in_scratch.get(key)
-        if at != place:
-            self._forget_scratch(place)
-            source, target = self._sources[key], self.pool.blocks[place]
-            if at is not None:
-                source = self.pool.blocks[at][: source.nbytes]
-            self.transfer.copy(source, target if self._fronts is None else target[: self._fronts[key]], place)
-            if at is None:
-                self.counters.h2d_copies += 1
-                self.counters.h2d_bytes += source.nbytes
-        if place >= self.policy.slots:
-            self._in_scratch[key] = place
-
-    def _forget_scratch(self, place: int) -> None:
-        self._in_scratch = {key: at for key, at in self._in_scratch.items() if at != place}
+        if at == place:
+            return
+        if self._in_scratch:
+            self._in_scratch = {other: there for other, there in self._in_scratch.items() if there != place}
+        source, target = self._sources[key], self.pool.blocks[place]
+        if at is not None:
+            source = self.pool.blocks[at][: source.nbytes]
+        self.transfer.copy(source, target if self._fronts is None else target[: self._fronts[key]], place)
+        if at is None:
+            self.counters.h2d_copies += 1
+            self.counters.h2d_bytes += source.nbytes
 
     def _fetch_ahead(self, call: LayerCall) -> None:
         """While the layers in between are computed: start on the next layer's experts, where a prompt will need nearly all."""
@@ -230,6 +227,7 @@ class SlotExpertRuntime:
         missing = [key for key in range(first, end) if key not in self.policy]
         for place, key in zip(range(self.policy.slots, len(self.pool.blocks)), missing, strict=False):
             self._bring(key, place)
+            self._in_scratch[key] = place
 
     def _one_token(self, call: LayerCall) -> torch.Tensor:
         graphs = call.loaded

@@ -7,7 +7,7 @@ import slot_rig
 import torch
 
 from airllm.experts import compute
-from airllm.experts.compute import ExpertMath, ExpertSum, GatheredSum, Routing, gated_mlp
+from airllm.experts.compute import ExpertMath, ExpertSum, GatheredSum, Routing
 
 
 def routed(tokens: int, top_k: int = 2, experts: int = 8, seed: int = 0) -> torch.Tensor:
@@ -86,6 +86,6 @@ def test_rows_are_not_gathered_where_some_ids_mean_no_expert_or_rows_are_not_ali
 def test_the_modules_own_gate_is_used() -> None:
     gate_up, down = torch.randn(6, 4), torch.randn(4, 3)
     rows = torch.randn(2, 4)
-    got = gated_mlp(rows, (gate_up, down), lambda z: z[:, ::2] - z[:, 1::2])
+    got = ExpertMath(lambda z: z[:, ::2] - z[:, 1::2]).output(rows, (gate_up, down))
     z = rows @ gate_up.t()
     assert torch.allclose(got, (z[:, ::2] - z[:, 1::2]) @ down.t())

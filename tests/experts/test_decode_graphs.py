@@ -14,7 +14,7 @@ import torch
 from slot_rig import DEVICES, LAYERS, Rig, gpu
 from tape_pool import Tape, TapePool
 
-from airllm.experts.compute import ExpertMath, gated_mlp
+from airllm.experts.compute import ExpertMath
 from airllm.experts.decode_graphs import ExpertGraphs, GraphPool
 
 
@@ -48,16 +48,16 @@ def test_a_graph_belongs_to_one_place_and_one_of_the_tokens_weights() -> None:
     for place, views in enumerate(rig.pool.views):
         for view in views:
             view.fill_(0.01 * (place + 1))
-    gate = rig.oracles[0]._apply_gate
-    graphs = ExpertGraphs(pool_for("cpu"), rig.pool.views, slot_rig.HIDDEN, 2, ExpertMath(gate), rig.dtype)
+    math = ExpertMath(rig.oracles[0]._apply_gate)
+    graphs = ExpertGraphs(pool_for("cpu"), rig.pool.views, slot_rig.HIDDEN, 2, math, rig.dtype)
     hidden, weights = torch.randn(1, slot_rig.HIDDEN), torch.tensor([[0.5, 2.0]])
     for place in range(5):
         for k in range(2):
             graphs.load(hidden, weights)
             graphs.replay(place, k)
-            assert torch.equal(graphs.total, gated_mlp(hidden, rig.pool.views[place], gate) * weights[:, k, None])
+            assert torch.equal(graphs.total, math.output(hidden, rig.pool.views[place]) * weights[:, k, None])
     graphs.replay(0, 0)
-    assert not torch.equal(graphs.total, gated_mlp(hidden, rig.pool.views[0], gate) * 0.5), "results add up until the next load"
+    assert not torch.equal(graphs.total, math.output(hidden, rig.pool.views[0]) * 0.5), "results add up until the next load"
 
 
 def test_one_warm_up_and_a_graph_for_every_place_and_weight() -> None:

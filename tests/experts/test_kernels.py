@@ -6,15 +6,11 @@ the kernels are imported.
 
 from __future__ import annotations
 
-import importlib.util
-import os
 import random
-import subprocess
-import sys
-from pathlib import Path
 
 import pytest
 import torch
+from triton_here import DEVICE, INTERPRETED, KERNELS_RUN, needs_kernels, run_interpreted, runs_itself
 
 from airllm.experts import kernel_twins as twins
 from airllm.experts import policy as policies
@@ -22,31 +18,17 @@ from airllm.experts.device_tables import AgedTables, Decisions, DeviceTables
 from airllm.experts.plan import plan_layer
 from airllm.experts.policy import AgedPolicy, LruPolicy
 
-ROOT = Path(__file__).resolve().parents[2]
-HAS_TRITON = importlib.util.find_spec("triton") is not None
-INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
-DEVICE = torch.device("cuda" if torch.cuda.is_available() and not INTERPRETED else "cpu")
-if INTERPRETED:
-    torch.set_num_threads(1)
-needs_kernels = pytest.mark.skipif(
-    not HAS_TRITON or (DEVICE.type == "cpu" and not INTERPRETED), reason="needs Triton, and a GPU or TRITON_INTERPRET=1"
-)
-if HAS_TRITON and (INTERPRETED or DEVICE.type == "cuda"):
+if KERNELS_RUN:
     from airllm.experts import kernels
 
     if INTERPRETED:
         kernels.COPY_BLOCKS = 2  # a program takes milliseconds there
 
 
-@pytest.mark.skipif(not HAS_TRITON, reason="Triton is not installed")
-@pytest.mark.skipif(INTERPRETED or DEVICE.type == "cuda", reason="the kernels run in this process")
+@runs_itself
 def test_the_kernels_agree_with_their_twins_in_the_interpreter():
     """Runs the rest of this file."""
-    environment = {**os.environ, "TRITON_INTERPRET": "1", "OMP_NUM_THREADS": "1"}
-    command = [sys.executable, "-m", "pytest", "-q", "-x", "-p", "no:cacheprovider", str(Path(__file__))]
-    done = subprocess.run(command, env=environment, cwd=ROOT, capture_output=True, text=True, timeout=600)
-    assert done.returncode == 0, done.stdout[-4000:]
-    assert "passed" in done.stdout
+    run_interpreted(__file__)
 
 
 def routing(rng: random.Random, tokens: int, top_k: int, experts: int) -> torch.Tensor:

@@ -5,29 +5,16 @@ As in test_kernels.py: on a GPU as they are, elsewhere in Triton's interpreter, 
 
 from __future__ import annotations
 
-import importlib.util
-import os
-import subprocess
-import sys
-from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 from transformers.models.phimoe.modeling_phimoe import sparsemixer
+from triton_here import DEVICE, INTERPRETED, KERNELS_RUN, needs_kernels, run_interpreted, runs_itself
 
 from airllm.experts import step_twins as twins
 
-ROOT = Path(__file__).resolve().parents[2]
-HAS_TRITON = importlib.util.find_spec("triton") is not None
-INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
-DEVICE = torch.device("cuda" if torch.cuda.is_available() and not INTERPRETED else "cpu")
-if INTERPRETED:
-    torch.set_num_threads(1)
-needs_kernels = pytest.mark.skipif(
-    not HAS_TRITON or (DEVICE.type == "cpu" and not INTERPRETED), reason="needs Triton, and a GPU or TRITON_INTERPRET=1"
-)
-if HAS_TRITON and (INTERPRETED or DEVICE.type == "cuda"):
+if KERNELS_RUN:
     from airllm.experts import step_kernels
 
     if INTERPRETED:
@@ -37,15 +24,10 @@ DTYPES = [torch.float32, torch.float16, torch.bfloat16]
 FEW_DTYPES = DTYPES[:2] if INTERPRETED else DTYPES  # the interpreter takes seconds for each case, and truncates to bfloat16
 
 
-@pytest.mark.skipif(not HAS_TRITON, reason="Triton is not installed")
-@pytest.mark.skipif(INTERPRETED or DEVICE.type == "cuda", reason="the kernels run in this process")
+@runs_itself
 def test_the_kernels_agree_with_their_twins_in_the_interpreter() -> None:
     """Runs the rest of this file."""
-    environment = {**os.environ, "TRITON_INTERPRET": "1", "OMP_NUM_THREADS": "1"}
-    command = [sys.executable, "-m", "pytest", "-q", "-x", "-p", "no:cacheprovider", str(Path(__file__))]
-    done = subprocess.run(command, env=environment, cwd=ROOT, capture_output=True, text=True, timeout=600)
-    assert done.returncode == 0, done.stdout[-4000:]
-    assert "passed" in done.stdout
+    run_interpreted(__file__)
 
 
 @pytest.fixture
