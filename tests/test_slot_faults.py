@@ -76,13 +76,14 @@ def answer(model: Any, n: int) -> torch.Tensor:
 class Fault:
     """Raises ``error`` at one point of one layer, in the prompt's forward or in that of the third new token.
 
-    Where a hit needs no copy, the points around copies stand for the moment at which copies would have been made.
+    The slots are emptied before that layer, since a token that only hits copies nothing.
     """
 
     def __init__(self, model: Any, patch: pytest.MonkeyPatch, layer: int, point: str, forward: int, error: BaseException):
         self.error, self.layer, self.forward, self.seen, self.fired = error, layer, forward, -1, False
         self.armed = False
         used = runtime(model)
+        self.policy = used.policy
         begin, run, copy = used.begin_forward, used._run_once, used._copy
         patch.setattr(used, "begin_forward", lambda *a: (setattr(self, "seen", self.seen + 1), begin(*a))[1])
         patch.setattr(used, "_run_once", lambda call: self.arm(call, run))
@@ -92,12 +93,14 @@ class Fault:
                     gate = module.apply_gate
                     patch.setattr(module, "math", ExpertMath(lambda z, gate=gate: (self.fire(), gate(z))[1]))
         elif point == "before copy":
-            patch.setattr(used, "_copy", lambda steps: (self.fire(), copy(steps))[1])
+            patch.setattr(used, "_copy", lambda *step: (self.fire(), copy(*step))[1])
         else:
-            patch.setattr(used, "_copy", lambda steps: (copy(steps), self.fire()))
+            patch.setattr(used, "_copy", lambda *step: (copy(*step), self.fire()))
 
     def arm(self, call: Any, run: Callable[[Any], Any]) -> Any:
         self.armed = call.layer == self.layer and self.seen == self.forward
+        if self.armed and not self.fired:
+            self.policy.clear()
         return run(call)
 
     def fire(self) -> None:
@@ -164,8 +167,8 @@ def test_out_of_memory_once_costs_a_retry_and_twice_is_an_ordinary_error(
         with pytest.MonkeyPatch.context() as patch:
             copy, left = runtime(model)._copy, [times]
 
-            def fail(steps: Any, copy: Any = copy, left: Any = left) -> None:
-                copy(steps)
+            def fail(*step: Any, copy: Any = copy, left: Any = left) -> None:
+                copy(*step)
                 left[0] -= 1
                 if left[0] >= 0:
                     raise torch.OutOfMemoryError("no memory left")
@@ -256,13 +259,13 @@ def test_a_thread_that_raises_lets_the_others_go_on(
     copy, lock, left = runtime(model)._copy, threading.Lock(), [9]
     raised, wrong = [], []
 
-    def sometimes(steps: Any) -> None:
+    def sometimes(*step: Any) -> None:
         with lock:
             left[0] -= 1
-            failing = left[0] % 10 == 0
+            failing = left[0] % 100 == 0
         if failing:
             raise Injected
-        copy(steps)
+        copy(*step)
 
     def serve(n: int) -> None:
         try:
@@ -273,7 +276,7 @@ def test_a_thread_that_raises_lets_the_others_go_on(
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(runtime(model), "_copy", sometimes)
         run_threads([lambda n=n: serve(n) for n in range(8)])
-    assert raised and not wrong
+    assert 0 < len(raised) < 8 and not wrong
     check(model)
     assert torch.equal(answer(model, 3), expected[3])
 

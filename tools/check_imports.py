@@ -44,6 +44,7 @@ ORDER = (
     "experts.budget",
     "experts.policy",
     "experts.plan",
+    "experts.passing",
     "experts.layout",
     "experts.bank",
     "experts.slots",
@@ -83,7 +84,7 @@ ORDER = (
 )
 
 # Rooms that decide and hold no tensors: they are tested anywhere, and fast.
-WITHOUT_TORCH = ("errors", "experts.budget", "experts.policy", "experts.plan", "experts.stats")
+WITHOUT_TORCH = ("errors", "experts.budget", "experts.policy", "experts.plan", "experts.passing", "experts.stats")
 # Rooms that own a dependency.
 ONLY_USER = {"huggingface_hub": ("locate",), "bitsandbytes": ("compression",), "typer": ("cli",)}
 

@@ -104,6 +104,15 @@ class SlotPolicy:
         owned = set(self._slot_of.values())
         return [slot for slot in range(self.slots - 1, -1, -1) if slot not in owned]
 
+    def idle_slots(self, wanted: int) -> list[int]:
+        """Slots that hold nothing, less the ``wanted`` of each group that `admit` gives out first; ascending."""
+        if self.free <= wanted:
+            return []
+        return self._beyond(self._free_slots()[::-1], wanted)
+
+    def _beyond(self, free: list[int], wanted: int) -> list[int]:
+        return free[wanted:]
+
     def check(self) -> None:
         """Raise AssertionError when an invariant is broken (used by tests after each step)."""
         owned = list(self._slot_of.values())
@@ -243,6 +252,10 @@ class AgedPolicy(SlotPolicy):
         for key in self._leased:
             self._worth[self._slot_of[key]] = self._habit[key] + self._recent[key]
         self._leased.clear()
+
+    def _beyond(self, free: list[int], wanted: int) -> list[int]:
+        groups = sorted(set(self.spans))
+        return [slot for first, end in groups for slot in [s for s in free if first <= s < end][wanted:]]
 
     def clear(self) -> None:
         """Forget every resident, and every use."""

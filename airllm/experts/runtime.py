@@ -12,9 +12,10 @@ from typing import Any
 import torch
 
 from airllm.experts.bank import HostBank
-from airllm.experts.compute import ExpertMath, ExpertSum, Routing
+from airllm.experts.compute import ExpertMath, Routing
 from airllm.experts.decode_graphs import ExpertGraphs
 from airllm.experts.device_engine import DeviceEngine
+from airllm.experts.passing import Passing
 from airllm.experts.plan import PlanCounts, Step, plan_layer, waves
 from airllm.experts.policy import AUTO_POLICY, make_policy
 from airllm.experts.slots import SlotPool
@@ -29,7 +30,8 @@ they use; longer ones are prompts and leave behind only what their last tokens u
 
 
 AHEAD_ROUTED = 8
-"""A prompt that routes at least so many times as many ids as a layer has experts is taken to need nearly all of them."""
+"""A prompt that routes at least so many times as many ids as a layer has experts, and to 7 of 8 experts of this layer, is
+taken to need nearly all of the next one's."""
 
 
 @dataclass(slots=True)
@@ -95,14 +97,14 @@ class SlotExpertRuntime:
         self._shape = ForwardShape()
         # Experts that are in the table although their copy is not under way yet: not to be believed when a forward fails.
         self._suspects: set[int] = set()
-        self._in_scratch: dict[int, int] = {}  # by fetching ahead: an expert, and where it lies
+        self._ahead: dict[int, int] = {}  # fetched before the routing is known: an expert, and where it lies
         self._unfinished = False
         self._lock = threading.RLock()
 
     def begin_forward(self, batch: int, sequence: int, device: torch.device) -> None:
         """Tell the runtime the shape of the forward that comes: ``batch`` sequences of ``sequence`` new tokens."""
         self.transfer.take_turn()
-        self._in_scratch = {}
+        self._ahead = {}
         last_rows = torch.arange(1, batch + 1, device=device) * sequence - 1 if sequence > SHORT_SEQUENCE else None
         self._shape = ForwardShape(batch, sequence, last_rows)
 
@@ -138,8 +140,9 @@ class SlotExpertRuntime:
                 self._recorder = None
 
     def _run(self, call: LayerCall) -> torch.Tensor:
-        if self.engine is not None:
+        if self.engine is not None and self.engine.ahead:
             self.engine.leave()
+            self._ahead = {}  # its steps may have used those places
         if self.on_routing is not None:
             self.on_routing(call.layer, call.index)
         try:
@@ -170,7 +173,7 @@ class SlotExpertRuntime:
     def _recover(self) -> None:
         self.policy.recover(self._suspects)
         self._suspects.clear()
-        self._in_scratch = {}
+        self._ahead = {}
         self._unfinished = False
 
     def _plan(self, call: LayerCall, experts: list[int], admit: set[int]) -> list[Step]:
@@ -194,19 +197,13 @@ class SlotExpertRuntime:
         counters.prefill_skips += sum(1 for step in steps if not step.cached and step.expert not in admit)
         return steps
 
-    def _copy(self, steps: Iterable[Step]) -> None:
-        for step in steps:
-            if step.copy:
-                self._bring(step.key, step.place)
-                self._suspects.discard(step.key)
+    def _copy(self, step: Step, place: int, at: int | None = None) -> None:
+        """Start the copy of a step's expert into ``place``: from the bank, or from the place where it lies already."""
+        if at != place:
+            self._bring(step.key, place, at)
+        self._suspects.discard(step.key)
 
-    def _bring(self, key: int, place: int) -> None:
-        """Start the copy of an expert into ``place``: from the bank, or from the scratch slot where it already lies."""
-        at = self._in_scratch.get(key)
-        if at == place:
-            return
-        if self._in_scratch:
-            self._in_scratch = {other: there for other, there in self._in_scratch.items() if there != place}
+    def _bring(self, key: int, place: int, at: int | None = None) -> None:
         source, target = self._sources[key], self.pool.blocks[place]
         if at is not None:
             source = self.pool.blocks[at][: source.nbytes]
@@ -215,19 +212,29 @@ class SlotExpertRuntime:
             self.counters.h2d_copies += 1
             self.counters.h2d_bytes += source.nbytes
 
-    def _fetch_ahead(self, call: LayerCall) -> None:
+    def _places(self, prompt: bool) -> Iterator[int]:
+        """Where experts may pass through: scratch, and in a prompt the slots that hold nothing and that the next layer's
+        experts will not be given."""
+        slots, scratch, free = self.policy.slots, self.pool.plan.scratch, self.policy.free
+        yield from range(slots, slots + scratch)
+        if prompt:
+            last = self.top_k * self._shape.batch
+            wanted = last + max(0, free - self.layers * last) if scratch else self.num_experts
+            yield from self.policy.idle_slots(wanted)
+
+    def _fetch_ahead(self, call: LayerCall, used: int, places: Iterable[int]) -> None:
         """While the layers in between are computed: start on the next layer's experts, where a prompt will need nearly all."""
-        self._in_scratch = {}
+        self._ahead = {}
         following = call.layer + 1
         if not self.transfer.overlaps or following == self.layers or self._shape.last_rows is None:
             return
         first, end = self._first_keys[following : following + 2]
-        if call.index.numel() < AHEAD_ROUTED * (end - first):
+        if call.index.numel() < AHEAD_ROUTED * (end - first) or 8 * used < 7 * self.layout.layers[call.layer].num_experts:
             return
         missing = [key for key in range(first, end) if key not in self.policy]
-        for place, key in zip(range(self.policy.slots, len(self.pool.blocks)), missing, strict=False):
+        for place, key in zip(places, missing, strict=False):
             self._bring(key, place)
-            self._in_scratch[key] = place
+            self._ahead[key] = place
 
     def _one_token(self, call: LayerCall) -> torch.Tensor:
         graphs = call.loaded
@@ -243,7 +250,9 @@ class SlotExpertRuntime:
             result = self._many_tokens(call)  # an expert chosen twice gets both rows in one product, as in transformers
             return result if call.loaded is None else call.loaded.total.copy_(result)
         for wave in waves(self._plan(call, experts, set(experts)), self.pool.plan.scratch):
-            self._copy(wave)
+            for step in wave:
+                if step.copy:
+                    self._copy(step, step.place)
             for step in wave:
                 self.transfer.wait(step.place)
                 k = chosen.index(step.expert)
@@ -253,7 +262,7 @@ class SlotExpertRuntime:
                     views = self._views[call.layer][step.place]
                     total.add_(call.math.weighted(call.hidden, views, call.weights[:, k, None]).to(total.dtype))
                 self.transfer.done_reading(step.place)
-        self._in_scratch = {}
+        self._ahead = {}
         if graphs is None:
             return total.to(call.hidden.dtype)
         return total if call.loaded is not None else total.clone()
@@ -267,33 +276,20 @@ class SlotExpertRuntime:
         layout = self.layout.layers[call.layer]
         routing = Routing(call.index, layout.num_experts + layout.identities, last_rows)
         experts = [expert for expert in routing.experts if expert < layout.num_experts]
+        steps = self._plan(call, experts, routing.last_experts)
+        # Copies first: the link must not wait for the host to enqueue anything else.
+        passing = Passing(steps, self._places(prompt=last_rows is not None), self._ahead, self._copy)
         total = routing.sum_of(call.hidden, call.weights, call.math, layout.identities)
-        pending = waves(self._plan(call, experts, routing.last_experts), self.pool.plan.scratch)
-        wave = next(pending, [])
-        self._copy(wave)
-        while wave:
-            following = next(pending, [])
-            self._compute_wave(wave, following, call.layer, total)
-            wave = following
-        self._fetch_ahead(call)
+        for step in steps:
+            place = passing.place_of(step)
+            self.transfer.wait(place)
+            total.add(step.expert, self._views[call.layer][place])
+            self.transfer.done_reading(place)
+            passing.done(step)
+        self._fetch_ahead(call, len(experts), passing.free_places)
         for expert in routing.experts[len(experts) :]:
             total.add_identity(expert)
         return total.result()
-
-    def _compute_wave(
-        self, wave: list[Step], following: list[Step], layer: int, total: ExpertSum
-    ) -> None:
-        """Compute ``wave`` into ``total``. As soon as a scratch slot has been read, the copy of ``following`` that wants it
-        is enqueued, so that the link never waits for a whole wave; copies into slots go first, as nothing reads those yet."""
-        self._copy([step for step in following if step.cached])
-        by_place = {step.place: step for step in following if not step.cached}
-        for step in wave:
-            self.transfer.wait(step.place)
-            total.add(step.expert, self._views[layer][step.place])
-            self.transfer.done_reading(step.place)
-            if step.place in by_place:
-                self._copy([by_place.pop(step.place)])
-        self._copy(by_place.values())
 
     def clear(self) -> None:
         """Empty every slot; counters stay."""
@@ -303,7 +299,7 @@ class SlotExpertRuntime:
             self.transfer.synchronize()
             self.policy.clear()
             self._suspects.clear()
-            self._in_scratch = {}
+            self._ahead = {}
 
     def reset_counters(self) -> None:
         """Counters to zero; what is resident stays."""

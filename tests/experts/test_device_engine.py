@@ -54,6 +54,17 @@ def test_calls_through_either_engine_in_any_order_give_the_oracles_answers(rig):
     rig.check()
 
 
+def test_what_a_prompt_fetched_ahead_is_not_believed_after_a_step_of_the_engine() -> None:
+    rig = Both(2)
+    rig.runtime.begin_forward(1, 64, rig.device)
+    rig.call(0, *rig.draw(64))
+    assert rig.runtime._ahead, "the prompt ends here: whoever called it was interrupted"
+    for _ in range(8):
+        rig.device_call(2, *rig.draw(1))
+    rig.call(1, *rig.draw(64))
+    rig.close()
+
+
 def known(policy: SlotPolicy) -> tuple:
     """All that decides what happens next."""
     residents = policy.residents()

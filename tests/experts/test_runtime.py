@@ -18,7 +18,6 @@ from slot_rig import DEVICES, EXPERTS, LAYERS, Injected, LateTransfer, Rig, gpu
 from airllm.experts import policy
 from airllm.experts.plan import plan_layer
 from airllm.experts.policy import make_policy
-from airllm.experts.runtime import ForwardShape
 from airllm.experts.transfer import StreamTransfer, SyncTransfer
 
 pytestmark = pytest.mark.usefixtures("every_policy")
@@ -165,43 +164,74 @@ def test_a_prompt_copies_each_expert_it_needs_once_a_layer(slots: int) -> None:
 
 
 def test_a_long_prompts_next_layer_is_fetched_ahead_and_not_copied_again() -> None:
-    rig = Rig(4)
+    rig = Rig(6)  # as many as the last tokens of all layers use: none is left over for passing
     rig.runtime.begin_forward(1, 64, rig.device)
     rig.call(0, *rig.draw(64))
-    ahead, late = dict(rig.runtime._in_scratch), rig.runtime.transfer
-    assert sorted(ahead) == [EXPERTS, EXPERTS + 1] and set(ahead.values()) == {4, 5}
+    ahead, late = dict(rig.runtime._ahead), rig.runtime.transfer
+    assert sorted(ahead) == [EXPERTS + e for e in range(4)] and set(ahead.values()) == {4, 5, 6, 7}
     late.copies.clear()
     rig.call(1, *rig.draw(64))
-    brought = rig.runtime.counters.h2d_copies
-    assert brought == 2 * EXPERTS + 2, "two of layer 2 are under way"
+    assert rig.runtime.counters.h2d_copies == 2 * EXPERTS + 2, "scratch holds two of layer 2, its own slots are left alone"
     rig.runtime.begin_forward(1, 8, rig.device)
-    assert rig.runtime._in_scratch == {}, "what lies in scratch is believed within one forward only"
+    assert rig.runtime._ahead == {}, "what was fetched ahead is believed within one forward only"
     rig.call(0, *rig.draw(8))
-    assert not any(key >= EXPERTS for key in rig.runtime._in_scratch), "a short forward fetches nothing ahead"
+    assert rig.runtime._ahead == {}, "a short forward fetches nothing ahead"
 
 
-def test_an_expert_fetched_ahead_that_gets_a_slot_is_copied_on_from_scratch() -> None:
+def test_a_prompt_that_leaves_out_many_experts_fetches_nothing_ahead() -> None:
+    rig = Rig(6)
+    rig.runtime.begin_forward(1, 64, rig.device)
+    rig.call(0, *rig.draw(64, choices=range(6)))
+    assert rig.runtime._ahead == {}
+
+
+def test_in_an_empty_cache_a_whole_layer_is_fetched_ahead() -> None:
+    rig = Rig(6 + EXPERTS + 2, layers=5)
+    for _ in range(3):
+        rig.runtime.clear()
+        rig.runtime.begin_forward(1, 64, rig.device)
+        before, ahead = rig.runtime.counters.h2d_copies, []
+        for layer in range(5):
+            rig.call(layer, *rig.draw(64))
+            ahead.append(len(rig.runtime._ahead))
+        assert rig.runtime.counters.h2d_copies - before == 5 * EXPERTS, "still once each"
+        assert ahead[0] == EXPERTS and ahead[-1] == 0 and min(ahead[:-1]) >= 2
+
+
+def test_an_expert_fetched_ahead_that_gets_a_slot_is_copied_on() -> None:
     rig = Rig(EXPERTS)
     rig.runtime.begin_forward(1, 64, rig.device)
     rig.call(0, *rig.draw(64))
     before = rig.runtime.counters.h2d_copies
-    rig.runtime._shape = ForwardShape()  # everything of the next call is worth a slot
-    rig.call(1, *rig.draw(1, choices=[0, 1]))
-    assert rig.runtime.counters.h2d_copies == before
+    assert {EXPERTS, EXPERTS + 1} <= set(rig.runtime._ahead)
+    hidden, index, weights = rig.draw(64)
+    index[-1] = torch.tensor([0, 1])
+    fetched = len(rig.runtime._ahead)
+    rig.call(1, hidden, index, weights)
+    assert rig.runtime.counters.h2d_copies - before == EXPERTS - fetched + len(rig.runtime._ahead)
     assert {EXPERTS, EXPERTS + 1} <= set(rig.runtime.policy.residents())
-    rig.call(1, *rig.draw(1, choices=[1, 0]))
 
 
-def test_after_an_exception_nothing_in_scratch_is_believed() -> None:
+def test_what_was_fetched_ahead_is_believed_by_the_next_layer_only() -> None:
+    rig = Rig(6)
+    rig.runtime.begin_forward(1, 64, rig.device)
+    rig.call(0, *rig.draw(64))
+    assert rig.runtime._ahead
+    rig.pool.poison(6)  # what a forward of layers that never came may have left
+    rig.call(2, *rig.draw(64))
+    rig.call(1, *rig.draw(64))
+
+
+def test_after_an_exception_nothing_that_was_fetched_ahead_is_believed() -> None:
     rig = Rig(4)
     rig.runtime.begin_forward(1, 64, rig.device)
     rig.call(0, *rig.draw(64))
-    assert rig.runtime._in_scratch
+    assert rig.runtime._ahead
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(rig.runtime, "_copy", lambda steps: 1 / 0)
+        patch.setattr(rig.runtime, "_copy", lambda *_: 1 / 0)
         with pytest.raises(ZeroDivisionError):
             rig.call(1, *rig.draw(64))
-    assert rig.runtime._in_scratch == {}
+    assert rig.runtime._ahead == {}
     rig.call(1, *rig.draw(64))
 
 
