@@ -17,9 +17,9 @@ from airllm.checkpoint import TensorReader
 from airllm.decode_step import DecodeStepper, why_no_steps
 from airllm.experts.assembly import add_device_engine
 from airllm.experts.runtime import SlotExpertRuntime
+from airllm.fused_step import FusedStep, why_not_fused
 from airllm.layer_watch import LayerWatch
 from airllm.phimoe_rope import PhiMoERotaryEmbedding, reread_at_switch
-from airllm.phimoe_step import PhiMoEStep, why_not_fused
 from airllm.recorded_layers import record_decode
 from airllm.skeleton import decoder_layers
 from airllm.weight_map import WeightMap
@@ -64,7 +64,7 @@ class AirLLMPhiMoE(AirLLMBaseModel):
             return
         layers = [layer for _, layer in decoder_layers(model)[1]]
         unfused = why_not_fused(model)
-        fused = None if unfused else PhiMoEStep(model, runtime.engine)
+        fused = None if unfused else FusedStep(model, runtime.engine)
         if unfused:
             log.info("decoded tokens run the stock modules' kernels: %s", unfused)
         self._stepper = self._guard.stepper = DecodeStepper(model, runtime.engine, watch, fused, [] if unfused else layers)

@@ -79,7 +79,7 @@ def _kernels(geometry: Geometry, device: torch.device, dtype: torch.dtype) -> li
 
 def _dense(g: Geometry, device: torch.device, dtype: torch.dtype) -> list[Row]:
     from airllm.experts.step_twins import Norm
-    from airllm.phimoe_step import kernels_for
+    from airllm.fused_step import kernels_for
 
     ops = kernels_for(device)
 

@@ -67,7 +67,7 @@ ORDER = (
     "recorded_layers",
     "streaming",
     "step_cache",
-    "phimoe_step",
+    "fused_step",
     "decode_step",
     "profiler",
     "guard",

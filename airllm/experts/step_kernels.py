@@ -114,18 +114,25 @@ def _project(
 
 
 @triton.jit
-def _rotated(states, cos, sin, d, D: tl.constexpr):
-    """A head's values turned by the rotary embedding (rotate_half)."""
+def _rotated(states, norm, eps, cos, sin, d, D: tl.constexpr, NORM: tl.constexpr):
+    """A head's values, normed where there is a norm, turned by the rotary embedding (rotate_half)."""
     HALF: tl.constexpr = D // 2
     other = tl.where(d < HALF, d + HALF, d - HALF)
     value = tl.load(states + d, mask=d < D, other=0.0)
     turned = tl.load(states + other, mask=d < D, other=0.0) * tl.where(d < HALF, -1.0, 1.0)
+    if NORM:
+        scale = 1.0 / tl.sqrt(tl.sum(value * value, axis=0) / D + eps)
+        value *= scale * tl.load(norm + d, mask=d < D, other=0.0).to(tl.float32)
+        turned *= scale * tl.load(norm + other, mask=d < D, other=0.0).to(tl.float32)
     return value * tl.load(cos + d, mask=d < D, other=0.0) + turned * tl.load(sin + d, mask=d < D, other=0.0)
 
 
 @triton.jit
 def _attend(
     qkv,
+    query_norm,
+    key_norm,
+    eps,
     cos,
     sin,
     keys,
@@ -141,6 +148,7 @@ def _attend(
     split_positions,
     HEADS: tl.constexpr,
     KV_HEADS: tl.constexpr,
+    NORM: tl.constexpr,
     D: tl.constexpr,
     DIMS: tl.constexpr,
     POSITIONS: tl.constexpr,
@@ -153,7 +161,7 @@ def _attend(
     d = tl.arange(0, DIMS)
     now = tl.load(slot).to(tl.int32)
     start = qkv + row * (HEADS + 2 * KV_HEADS) * D
-    query = _rotated(start + head * D, cos + row * D, sin + row * D, d, D) * scale
+    query = _rotated(start + head * D, query_norm, eps, cos + row * D, sin + row * D, d, D, NORM) * scale
     cached = (row * KV_HEADS + kv_head).to(tl.int64) * capacity * D
     oldest = tl.maximum(now - window + 1, 0)
     at = tl.maximum(split * split_positions, oldest // POSITIONS * POSITIONS)
@@ -162,7 +170,7 @@ def _attend(
     total = now.to(tl.float32) * 0.0
     mixed = tl.zeros((DIMS,), tl.float32)
     if split == 0:
-        key = _rotated(start + (HEADS + kv_head) * D, cos + row * D, sin + row * D, d, D)
+        key = _rotated(start + (HEADS + kv_head) * D, key_norm, eps, cos + row * D, sin + row * D, d, D, NORM)
         value = tl.load(start + (HEADS + KV_HEADS + kv_head) * D + d, mask=d < D, other=0.0)
         key = key.to(keys.dtype.element_ty)
         value = value.to(values.dtype.element_ty)
@@ -223,6 +231,30 @@ def _sparsemixer(logits, ids, weights, threshold, num_experts, EXPERTS: tl.const
         tl.store(ids + row * 2 + pick, chosen)
         tl.store(weights + row * 2 + pick, 1.0 / tl.sum(shares, axis=0))
         rest = tl.where(e == chosen, -float("inf"), rest)
+
+
+@triton.jit
+def _softmax_top_k(
+    logits, ids, weights, num_experts, TOP_K: tl.constexpr, K: tl.constexpr, NORMALISE: tl.constexpr, EXPERTS: tl.constexpr
+):
+    row = tl.program_id(0)
+    e = tl.arange(0, EXPERTS)
+    k = tl.arange(0, K)
+    score = tl.load(logits + row * num_experts + e, mask=e < num_experts, other=-float("inf"))
+    share = tl.exp(score - tl.max(score, axis=0))
+    total = tl.sum(share, axis=0)
+    rest = tl.where(e < num_experts, share, -1.0)
+    picked = tl.zeros((K,), tl.float32)
+    chosen = tl.zeros((K,), tl.int32)
+    for pick in tl.static_range(TOP_K):
+        best = tl.argmax(rest, axis=0)
+        picked = tl.where(k == pick, tl.max(rest, axis=0), picked)
+        chosen = tl.where(k == pick, best, chosen)
+        rest = tl.where(e == best, -1.0, rest)
+    if NORMALISE:
+        total = tl.sum(picked, axis=0)
+    tl.store(ids + row * TOP_K + k, chosen, mask=k < TOP_K)
+    tl.store(weights + row * TOP_K + k, picked / total, mask=k < TOP_K)
 
 
 def project(
@@ -291,6 +323,7 @@ def attend(
     heads: int,
     window: int | None,
     scale: float,
+    norms: tuple[Norm, Norm] | None = None,
 ) -> None:
     """See the twin. The positions of a head are shared out to several programs and put together by a second kernel."""
     batch, kv_heads, capacity, dims = keys.shape
@@ -300,6 +333,9 @@ def attend(
     maxima, totals = torch.empty(2, batch * heads, splits, dtype=torch.float32, device=qkv.device).unbind(0)
     _attend[(batch * heads, splits)](
         qkv,
+        qkv if norms is None else norms[0].weight,
+        qkv if norms is None else norms[1].weight,
+        0.0 if norms is None else norms[0].eps,
         cos,
         sin,
         keys,
@@ -315,6 +351,7 @@ def attend(
         each,
         HEADS=heads,
         KV_HEADS=kv_heads,
+        NORM=norms is not None,
         D=dims,
         DIMS=triton.next_power_of_2(dims),
         POSITIONS=ATTEND_POSITIONS,
@@ -338,4 +375,21 @@ def sparsemixer(logits: torch.Tensor, jitter: float, ids: torch.Tensor, weights:
     batch, experts = logits.shape
     _sparsemixer[(batch,)](
         logits, ids, weights, 2 * jitter, experts, EXPERTS=triton.next_power_of_2(experts), num_warps=1
+    )
+
+
+def softmax_top_k(logits: torch.Tensor, ids: torch.Tensor, weights: torch.Tensor, *, normalise: bool) -> None:
+    """See the twin. Of equal shares the expert with the lower id comes first."""
+    batch, experts = logits.shape
+    width = triton.next_power_of_2(experts)
+    _softmax_top_k[(batch,)](
+        logits,
+        ids,
+        weights,
+        experts,
+        TOP_K=ids.shape[1],
+        K=triton.next_power_of_2(ids.shape[1]),
+        NORMALISE=normalise,
+        EXPERTS=width,
+        num_warps=1 if width <= 256 else 4,
     )

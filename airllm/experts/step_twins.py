@@ -67,15 +67,19 @@ def attend(
     heads: int,
     window: int | None,
     scale: float,
+    norms: tuple[Norm, Norm] | None = None,
 ) -> None:
     """One token's attention: ``out`` [B, heads * D] float32.
 
-    ``qkv`` [B, (heads + 2 kv_heads) * D] float32, not yet rotated; ``cos``, ``sin`` [B, D] float32. The new key and value
+    ``qkv`` [B, (heads + 2 kv_heads) * D] float32, not yet rotated; ``cos``, ``sin`` [B, D] float32. ``norms``: RMSNorms over D
+    of queries and keys, before they are rotated. The new key and value
     are written to position ``slot`` [1] of ``keys`` and ``values`` [B, kv_heads, capacity, D]. The token sees itself and those
     of the ``window`` - 1 positions before it that ``padding`` (bool [B, capacity]) shows.
     """
     batch, kv_heads, capacity, dims = keys.shape
     query, key, value = qkv.view(batch, -1, dims).split([heads, kv_heads, kv_heads], dim=1)
+    if norms is not None:
+        query, key = norms[0](query), norms[1](key)
     now = int(slot)
     keys[:, :, now] = _rotated(key, cos, sin).to(keys.dtype)
     values[:, :, now] = value.to(values.dtype)
@@ -102,3 +106,11 @@ def sparsemixer(logits: torch.Tensor, jitter: float, ids: torch.Tensor, weights:
         ids[:, pick : pick + 1] = chosen.to(ids.dtype)
         weights[:, pick : pick + 1] = (1 / shares.sum(-1, keepdim=True)).to(weights.dtype)
         rest = rest.scatter(-1, chosen, -torch.inf)
+
+
+def softmax_top_k(logits: torch.Tensor, ids: torch.Tensor, weights: torch.Tensor, *, normalise: bool) -> None:
+    """The usual router: ``ids`` and ``weights`` [B, K] of the K largest shares of the softmax of ``logits`` [B, E], largest
+    first, which ``normalise`` makes add up to one."""
+    shares, chosen = logits.float().softmax(-1).topk(ids.shape[1], dim=-1)
+    ids.copy_(chosen)
+    weights.copy_(shares / shares.sum(-1, keepdim=True) if normalise else shares)

@@ -5,6 +5,8 @@ As in test_kernels.py: on a GPU as they are, elsewhere in Triton's interpreter, 
 
 from __future__ import annotations
 
+import importlib
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -147,6 +149,17 @@ def test_attend(case: tuple[int, ...], dtype: torch.dtype, window: int | None, d
         assert ours[name][:, :, now + 1 :].isnan().all()
 
 
+@needs_kernels
+@pytest.mark.parametrize("dims", [16, 12])
+def test_attend_with_norms_of_queries_and_keys(dims: int, draw: Any) -> None:
+    ours = attention_case(draw, 2, 4, 2, dims, 256, 130, torch.float32)
+    ours["norms"] = (twins.Norm(1 + draw(dims), None, 1e-6), twins.Norm(1 + draw(dims), None, 1e-6))
+    theirs = {name: value.clone() if isinstance(value, torch.Tensor) else value for name, value in ours.items()}
+    step_kernels.attend(**ours, window=None)
+    twins.attend(**theirs, window=None)
+    assert close(ours["out"], theirs["out"]) and close(ours["keys"][:, :, 130], theirs["keys"][:, :, 130])
+
+
 @pytest.mark.parametrize("window", [None, 20])
 def test_the_twin_of_attend_is_rotation_and_masked_attention(window: int | None, draw: Any) -> None:
     from transformers.models.phimoe.modeling_phimoe import apply_rotary_pos_emb
@@ -198,3 +211,38 @@ def test_sparsemixer(experts: int, draw: Any) -> None:
     (ours, our_weights), (theirs, their_weights) = results
     assert torch.equal(ours[1:], theirs[1:]) and torch.allclose(our_weights, their_weights, rtol=1e-5)
     assert ours[0, 0] != ours[0, 1]
+
+
+@pytest.mark.parametrize(("family", "normalise"), [("qwen3_moe", True), ("qwen3_moe", False), ("mixtral", True)])
+def test_the_twin_of_the_usual_router_is_transformers_own(family: str, normalise: bool, draw: Any) -> None:
+    sizes = {"num_experts_per_tok": 4, "num_experts": 16, "num_local_experts": 16, "hidden_size": 24}
+    config = SimpleNamespace(**sizes, norm_topk_prob=normalise)
+    module = importlib.import_module(f"transformers.models.{family}.modeling_{family}")
+    router = getattr(module, {"qwen3_moe": "Qwen3MoeTopKRouter", "mixtral": "MixtralTopKRouter"}[family])(config).to(DEVICE)
+    router.weight.data.copy_(draw(16, 24))
+    logits, shares, chosen = router(draw(30, 24))
+    ids, weights = torch.empty(30, 4, dtype=torch.int32, device=DEVICE), torch.empty(30, 4, device=DEVICE)
+    twins.softmax_top_k(logits.detach(), ids, weights, normalise=normalise)
+    assert torch.equal(ids.long(), chosen) and torch.allclose(weights, shares, rtol=1e-6)
+
+
+@needs_kernels
+@pytest.mark.parametrize("normalise", [True, False])
+@pytest.mark.parametrize(("experts", "top_k"), [(8, 2), (33, 6), (128, 8), (300, 16)])
+def test_softmax_top_k(experts: int, top_k: int, normalise: bool, draw: Any) -> None:
+    logits = torch.cat((draw(6, experts, scale=4.0), -50 + draw(2, experts)))
+    results = []
+    for ops in (step_kernels, twins):
+        ids = torch.full((len(logits), top_k), -1, dtype=torch.int32, device=DEVICE)
+        weights = torch.full((len(logits), top_k), torch.nan, device=DEVICE)
+        ops.softmax_top_k(logits, ids, weights, normalise=normalise)
+        results.append((ids, weights))
+    (ours, our_weights), (theirs, their_weights) = results
+    assert torch.equal(ours, theirs) and torch.allclose(our_weights, their_weights, rtol=1e-5)
+
+
+@needs_kernels
+def test_of_equal_shares_different_experts_are_picked(draw: Any) -> None:
+    ids, weights = torch.empty(1, 4, dtype=torch.int32, device=DEVICE), torch.empty(1, 4, device=DEVICE)
+    step_kernels.softmax_top_k(torch.full((1, 10), -3.0, device=DEVICE), ids, weights, normalise=True)
+    assert ids[0].tolist() == [0, 1, 2, 3] and torch.allclose(weights, torch.tensor(0.25, device=DEVICE))
