@@ -97,10 +97,10 @@ class Routing:
         flat = index.t().reshape(-1)  # position-major, the order in which torch.where(mask) lists pairs
         ranked, order = torch.sort(flat, stable=True)
         edges = torch.searchsorted(ranked, torch.arange(num_experts + 1, device=index.device, dtype=ranked.dtype))
-        self._token, self._position = order % tokens, order // tokens
+        self.token, self._position = order % tokens, order // tokens
         parts = [edges] if last_rows is None else [edges, index[last_rows].reshape(-1)]
         values = torch.cat(parts).tolist()  # the one read-back of the layer
-        self._order = order
+        self.order = order
         self._edges = values[: num_experts + 1]
         self.experts = [e for e in range(num_experts) if self._edges[e + 1] > self._edges[e]]
         self.last_experts = set(self.experts if last_rows is None else values[num_experts + 1 :])
@@ -130,35 +130,63 @@ class Routing:
         hidden: torch.Tensor,
     ) -> None:
         span = self._span(expert)
-        token, position = self._token[span], self._position[span]
+        token, position = self.token[span], self._position[span]
         result = weighted(hidden[token], weights[token, position, None])
         out.index_add_(0, token, result.to(out.dtype))
 
-    def _span(self, expert: int) -> slice:
-        return slice(self._edges[expert], self._edges[expert + 1])
+    def rows(self, expert: int) -> tuple[int, int]:
+        """The first of the sorted rows that are routed to ``expert``, and the one behind the last."""
+        return self._edges[expert], self._edges[expert + 1]
 
-    def sum_of(self, hidden: torch.Tensor, weights: torch.Tensor, math: ExpertMath, identities: int = 0) -> ExpertSum:
+    def _span(self, expert: int) -> slice:
+        return slice(*self.rows(expert))
+
+    @property
+    def complete(self) -> bool:
+        """Whether no id means "no expert"."""
+        return self._edges[-1] == self.order.numel()
+
+    def sum_of(
+        self,
+        hidden: torch.Tensor,
+        weights: torch.Tensor,
+        math: ExpertMath,
+        views: Sequence[Sequence[torch.Tensor]],
+        identities: int = 0,
+    ) -> ExpertSum:
         """What adds up this forward's experts: with rows gathered once where that takes little memory.
 
-        ``identities``: so many ids behind the experts' stand for no weights.
+        ``views``: of each place. ``identities``: so many ids behind the experts' stand for no weights.
         """
-        tokens, width = hidden.shape
-        row_bytes = width * hidden.element_size()
-        complete = self._edges[-1] == self._order.numel()  # no id means "no expert"
-        if complete and not identities and row_bytes % ALIGNMENT_BYTES == 0 and row_bytes * self._order.numel() <= GATHER_BYTES:
-            return GatheredSum(self, hidden, weights, math)
-        return ExpertSum(self, hidden, weights, math)
+        row_bytes = hidden.shape[1] * hidden.element_size()
+        little = row_bytes % ALIGNMENT_BYTES == 0 and row_bytes * self.order.numel() <= GATHER_BYTES
+        kind = GatheredSum if self.complete and not identities and little else ExpertSum
+        return kind(self, hidden, weights, math, views)
 
 
 class ExpertSum:
     """The sum over experts, [T, H], taken expert by expert in ascending order."""
 
-    def __init__(self, routing: Routing, hidden: torch.Tensor, weights: torch.Tensor, math: ExpertMath) -> None:
-        self._routing, self._hidden, self._weights, self._math = routing, hidden, weights, math
+    at_once = 1
+    """Experts that `add` computes together."""
+
+    def __init__(
+        self,
+        routing: Routing,
+        hidden: torch.Tensor,
+        weights: torch.Tensor,
+        math: ExpertMath,
+        views: Sequence[Sequence[torch.Tensor]],
+    ) -> None:
+        self._routing, self._hidden, self._weights, self._math, self._views = routing, hidden, weights, math, views
         self._total = math.start(hidden, weights)
 
-    def add(self, expert: int, views: Sequence[torch.Tensor]) -> None:
-        """The expert with these ``views``; call with ascending experts."""
+    def add(self, experts: Sequence[int], places: Sequence[int]) -> None:
+        """The expert that lies in the place; call with ascending experts."""
+        for expert, place in zip(experts, places, strict=True):
+            self._add(expert, self._views[place])
+
+    def _add(self, expert: int, views: Sequence[torch.Tensor]) -> None:
         self._routing.add_expert(self._total, expert, self._hidden, self._weights, views, self._math)
 
     def add_identity(self, expert: int) -> None:
@@ -174,14 +202,20 @@ class GatheredSum(ExpertSum):
     """The same sum with the same bits, in fewer launches: rows are gathered once for all experts, and weighted and added up
     once at the end, each token's experts in ascending order."""
 
-    def __init__(self, routing: Routing, hidden: torch.Tensor, weights: torch.Tensor, math: ExpertMath) -> None:
-        super().__init__(routing, hidden, weights, math)
-        self._rows = hidden[routing._token]
-        self._by_row = weights.t().reshape(-1)[routing._order, None]
+    def __init__(
+        self,
+        routing: Routing,
+        hidden: torch.Tensor,
+        weights: torch.Tensor,
+        math: ExpertMath,
+        views: Sequence[Sequence[torch.Tensor]],
+    ) -> None:
+        super().__init__(routing, hidden, weights, math, views)
+        self._rows = hidden[routing.token]
+        self._by_row = weights.t().reshape(-1)[routing.order, None]
         self._outputs: dict[int, torch.Tensor] = {}
 
-    def add(self, expert: int, views: Sequence[torch.Tensor]) -> None:
-        """The expert with these ``views``."""
+    def _add(self, expert: int, views: Sequence[torch.Tensor]) -> None:
         self._outputs[expert] = self._math.output(self._rows[self._routing._span(expert)], views)
 
     def result(self) -> torch.Tensor:
@@ -189,7 +223,7 @@ class GatheredSum(ExpertSum):
         outputs = torch.cat([self._outputs[expert] for expert in sorted(self._outputs)])
         total = self._total
         addends = self._math.times(outputs, self._by_row).to(total.dtype)
-        order, tokens = self._routing._order, total.shape[0]
+        order, tokens = self._routing.order, total.shape[0]
         place = torch.empty_like(order)
         place[order] = torch.arange(order.numel(), device=order.device)
         # By token, in ascending order of its experts, which is the order of the places.

@@ -16,10 +16,11 @@ from types import ModuleType
 import torch
 from torch.nn.functional import silu
 
-from airllm.experts import kernel_twins
+from airllm.experts import grouped, kernel_twins
 from airllm.experts.bank import HostBank
-from airllm.experts.compute import ApplyGate
+from airllm.experts.compute import ApplyGate, Routing
 from airllm.experts.device_tables import Counts, tables_for
+from airllm.experts.grouped import GroupedSum, can_group
 from airllm.experts.policy import SlotPolicy
 from airllm.experts.slots import SlotPool
 from airllm.experts.stats import Counters
@@ -167,6 +168,14 @@ class DeviceEngine:
         out = torch.empty_like(hidden) if out is None else out
         self.ops.down(inner, tables.places, index, weights, self._down, out, residual)
         return out
+
+    def prompt_sum(
+        self, layer: int, routing: Routing, hidden: torch.Tensor, weights: torch.Tensor
+    ) -> GroupedSum | None:
+        """What adds up a prompt's experts several at a time; None where no kernel does."""
+        if not can_group(routing, hidden):
+            return None
+        return GroupedSum(routing, hidden, weights, self._gate_up, self._down, grouped.kernels_for(self.device))
 
     def pending(self) -> dict[str, int]:
         """What ``leave`` would add to the counters, and the residents as they are now. Waits for the device."""

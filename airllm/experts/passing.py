@@ -64,6 +64,15 @@ class Passing:
             self._give_up_last()
         return self._at[step.key]
 
+    def next_of(self, steps: Sequence[Step], most: int) -> Sequence[Step]:
+        """The first of ``steps``, which come next, that may compute together: up to ``most``, whose copies are under way, and
+        so few that others are copied meanwhile."""
+        few = max(1, min(most, len(self._lent) // 2))
+        ready = 1
+        while ready < min(few, len(steps)) and (steps[ready].cached or steps[ready].key in self._at):
+            ready += 1
+        return steps[:ready]
+
     def _give_up_last(self) -> None:
         """Every place holds an expert that comes later: the last of them is fetched again when its time comes."""
         key = max(self._at)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 import threading
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
@@ -12,9 +12,10 @@ from typing import Any
 import torch
 
 from airllm.experts.bank import HostBank
-from airllm.experts.compute import ExpertMath, Routing
+from airllm.experts.compute import ExpertMath, ExpertSum, Routing
 from airllm.experts.decode_graphs import ExpertGraphs
 from airllm.experts.device_engine import DeviceEngine
+from airllm.experts.grouped import GroupedSum
 from airllm.experts.passing import Passing
 from airllm.experts.plan import PlanCounts, Step, plan_layer, waves
 from airllm.experts.policy import AUTO_POLICY, make_policy
@@ -279,17 +280,30 @@ class SlotExpertRuntime:
         steps = self._plan(call, experts, routing.last_experts)
         # Copies first: the link must not wait for the host to enqueue anything else.
         passing = Passing(steps, self._places(prompt=last_rows is not None), self._ahead, self._copy)
-        total = routing.sum_of(call.hidden, call.weights, call.math, layout.identities)
-        for step in steps:
-            place = passing.place_of(step)
+        total = self._sum(call, routing, prompt=last_rows is not None)
+        while steps:
+            chunk = passing.next_of(steps, total.at_once)
+            self._compute(chunk, passing, total)
+            steps = steps[len(chunk) :]
+        self._fetch_ahead(call, len(experts), passing.free_places)
+        if isinstance(total, ExpertSum):
+            for expert in routing.experts[len(experts) :]:
+                total.add_identity(expert)
+        return total.result()
+
+    def _sum(self, call: LayerCall, routing: Routing, prompt: bool) -> ExpertSum | GroupedSum:
+        grouped = self.engine.prompt_sum(call.layer, routing, call.hidden, call.weights) if self.engine and prompt else None
+        identities = self.layout.layers[call.layer].identities
+        return grouped or routing.sum_of(call.hidden, call.weights, call.math, self._views[call.layer], identities)
+
+    def _compute(self, chunk: Sequence[Step], passing: Passing, total: ExpertSum | GroupedSum) -> None:
+        places = [passing.place_of(step) for step in chunk]
+        for place in places:
             self.transfer.wait(place)
-            total.add(step.expert, self._views[call.layer][place])
+        total.add([step.expert for step in chunk], places)
+        for step, place in zip(chunk, places, strict=True):
             self.transfer.done_reading(place)
             passing.done(step)
-        self._fetch_ahead(call, len(experts), passing.free_places)
-        for expert in routing.experts[len(experts) :]:
-            total.add_identity(expert)
-        return total.result()
 
     def clear(self) -> None:
         """Empty every slot; counters stay."""

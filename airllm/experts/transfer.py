@@ -92,8 +92,12 @@ class StreamTransfer:
     def copy(self, source: torch.Tensor, target: torch.Tensor, place: int) -> None:
         self._stream.wait_event(self._read[place])
         self._ready_for[place] = None
-        with torch.cuda.stream(self._stream):
+        current = self._current()
+        torch.cuda.set_stream(self._stream)  # the context manager of the same name costs as much again as the copy
+        try:
             self._move(source, target)
+        finally:
+            torch.cuda.set_stream(current)
         self._copied[place].record(self._stream)
 
     def _move(self, source: torch.Tensor, target: torch.Tensor) -> None:
