@@ -8,6 +8,7 @@ import torch
 
 from airllm.experts.compute import ExpertMath
 from airllm.experts.device_engine import DeviceEngine, why_not
+from airllm.experts.gates import PLAIN, find_gate
 from airllm.experts.policy import AgedPolicy, LruPolicy, SlotPolicy
 
 pytestmark = pytest.mark.usefixtures("every_policy")
@@ -144,9 +145,9 @@ def test_more_rows_than_places_can_serve_do_not_fit():
 
 def test_reasons_name_what_is_in_the_way():
     rig = Both(5)
-    assert why_not(rig.bank, rig.pool, 2, rig.gate(0)) == ""
-    assert "17 experts" in why_not(rig.bank, rig.pool, 17, rig.gate(0))
-    assert "gate" in why_not(rig.bank, rig.pool, 2, lambda both: both.chunk(2, dim=-1)[0])
+    assert why_not(rig.bank, rig.pool, 2, [PLAIN]) == ""
+    assert "17 experts" in why_not(rig.bank, rig.pool, 17, [PLAIN])
+    assert "gate" in why_not(rig.bank, rig.pool, 2, [PLAIN, find_gate(lambda both: both.chunk(2, dim=-1)[0])])
     rig.close()
 
 
