@@ -1,6 +1,6 @@
 """The slot backend of a model class: dense weights on the device, every expert in a host bank, those in use in slots.
 
-What every family shares. A family's own class overrides `_top_k`, `_record_graphs` or `_start_steps` where it deviates.
+What every family shares. A family's own class overrides `_top_k`, `_record_graphs` or `_fused` where it deviates.
 """
 
 from __future__ import annotations
@@ -8,6 +8,7 @@ from __future__ import annotations
 import contextlib
 import logging
 import os
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -16,8 +17,10 @@ from transformers import PretrainedConfig, PreTrainedModel
 
 from airllm import guard
 from airllm.checkpoint import TensorReader
+from airllm.decode_step import DecodeStepper, FusedStep
 from airllm.errors import UnsupportedModelError
-from airllm.experts.assembly import ExpertsFound, install
+from airllm.experts.assembly import ExpertsFound, add_device_engine, install
+from airllm.experts.device_engine import DeviceEngine
 from airllm.experts.runtime import SlotExpertRuntime
 from airllm.experts.stats import disabled_stats
 from airllm.experts.trace import record_routing
@@ -25,6 +28,7 @@ from airllm.layer_watch import LayerWatch, StreamCounts
 from airllm.options import Options
 from airllm.profiler import LayeredProfiler, progress_bar
 from airllm.skeleton import assert_no_meta, decoder_layers, load_resident, move_buffers, tie_weights
+from airllm.step_plan import plan_steps
 from airllm.weight_map import WeightMap
 
 log = logging.getLogger(__name__)
@@ -41,6 +45,7 @@ class SlotBackend:
     _reader: TensorReader
     _guard: guard.ForwardGuard
     _runtime: SlotExpertRuntime | None = None
+    _stepper: DecodeStepper | None = None
     _graph_reason = "not recorded for this family"
     _engine_reason = "not asked for (expert_cache_engine='device')"
     _top_k: int | None = None
@@ -105,8 +110,21 @@ class SlotBackend:
 
     def _start_steps(self, model: PreTrainedModel, runtime: SlotExpertRuntime, watch: LayerWatch) -> None:
         """Let decoded tokens be steps served by the device engine, or say in ``_engine_reason`` why they cannot be."""
-        self._engine_reason = f"the device engine does not serve {type(model).__name__}"
-        log.warning("expert_cache_engine='device': the plain engine serves this model (%s)", self._engine_reason)
+        fused = self._fused(model)
+        plan, self._engine_reason = plan_steps(model, runtime, stock=fused is None)
+        if plan is not None:
+            self._engine_reason = add_device_engine(runtime, model, plan.top_k)
+        if plan is None or runtime.engine is None:
+            log.warning("expert_cache_engine='device': the plain engine serves this model (%s)", self._engine_reason)
+            return
+        layers = [layer for _, layer in decoder_layers(model)[1]]
+        step = None if fused is None else fused(runtime.engine)
+        self._stepper = self._guard.stepper = DecodeStepper(model, runtime.engine, watch, plan, step, layers)
+        self._resources.callback(self._stepper.close)
+
+    def _fused(self, model: PreTrainedModel) -> Callable[[DeviceEngine], FusedStep] | None:
+        """What makes the step that a family computes in its own way; None where the model's own forward is the step."""
+        return None
 
     # --- statistics ---------------------------------------------------------------------------------------------------
 
@@ -115,7 +133,7 @@ class SlotBackend:
         if self._runtime is None:
             return disabled_stats()
         dense = sum({p.data_ptr(): p.nbytes for p in self.model.parameters() if not p.is_meta}.values())
-        return {
+        stats = {
             "enabled": True,
             "backend": "slot",
             "dense_resident_bytes": dense,
@@ -126,6 +144,7 @@ class SlotBackend:
             "device_engine_reason": self._engine_reason,
             **self._runtime.stats(),
         }
+        return stats if self._stepper is None else {**stats, "engine": "device", **self._stepper.stats()}
 
     def reset_expert_cache_stats(self) -> None:
         """Counters to zero; what is resident stays. Nothing to reset without an expert cache."""
