@@ -194,13 +194,15 @@ class DecodeStepper:
             return False
         if not 0 < state.cache.seen < state.capacity or kwargs.get("use_cache") is False or kwargs.get("return_dict") is False:
             return False
-        if any(getattr(kwargs.get(name), "ndim", 2) != 2 for name in ("attention_mask", "position_ids")):
-            return False
-        return not any(
-            value is not None and value is not False
+        odd = [name for name in ("attention_mask", "position_ids") if getattr(kwargs.get(name), "ndim", 2) != 2]
+        odd += [
+            name
             for name, value in kwargs.items()
-            if name not in _READ and name != self.cache_name
-        )
+            if name not in _READ and name != self.cache_name and value is not None and value is not False
+        ]
+        if odd:
+            self.reason = f"the model's forward is called with {', '.join(odd)} of a kind that steps do not take"
+        return not odd
 
     def _step(self, state: StepState, kwargs: dict[str, Any]) -> Any:
         self.engine.enter()

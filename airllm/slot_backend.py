@@ -67,7 +67,7 @@ class SlotBackend:
     def _load_slots(self) -> None:
         options, device = self.options, self.options.device
         model, weight_map, reader = self._build("eager", options.trust_remote_code)
-        found = self.experts_of(model)
+        found = self.experts_of(model).for_engine(options.expert_cache_engine)
         plan = None
         if isinstance(options.expert_cache_bytes, int):
             plan = found.plan(options.expert_cache_bytes)  # before anything is taken: a budget too small costs nothing

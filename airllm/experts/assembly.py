@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -14,7 +14,7 @@ from transformers import PreTrainedModel
 from airllm import transformers_private as private
 from airllm.experts.bank import HostBank
 from airllm.experts.batched import BatchedSlotExperts, batched_math
-from airllm.experts.budget import MIB, SCRATCH_SLOTS, SlotPlan, auto_budget_bytes, plan_slots
+from airllm.experts.budget import MIB, SCRATCH_SLOTS, SlotPlan, auto_budget_bytes, most_scratch, plan_slots
 from airllm.experts.compute import ExpertMath
 from airllm.experts.contract import expert_math, takes_copies
 from airllm.experts.decode_graphs import ExpertGraphs, GraphPool
@@ -44,6 +44,7 @@ class ExpertsFound:
     layout: ModelLayout
     top_k: int
     maths: tuple[ExpertMath, ...]
+    scratch: int = SCRATCH_SLOTS
 
     @classmethod
     def of(cls, model: nn.Module, top_k: int | None = None) -> ExpertsFound:
@@ -69,12 +70,17 @@ class ExpertsFound:
         layers = zip(self.modules, self.layout.layers, strict=True)
         return {f"{prefix}.{p.name}" for prefix, layout in layers for p in layout.projections}
 
+    def for_engine(self, engine: str) -> ExpertsFound:
+        """The same, planned with as many scratch slots as this engine makes use of."""
+        return replace(self, scratch=most_scratch(engine, self.top_k))
+
     def plan(self, budget_bytes: int, reason: str = "as asked") -> SlotPlan:
         return plan_slots(
             budget_bytes=budget_bytes,
             expert_bytes=self.layout.expert_bytes,
             total_experts=self.total,
             top_k=self.top_k,
+            scratch=self.scratch,
             reason=reason,
         )
 
@@ -92,7 +98,7 @@ class ExpertsFound:
             kv_cache_bytes=kv,
             workspace_bytes=workspace,
             reserve_bytes=RESERVE_BYTES,
-            scratch_bytes=SCRATCH_SLOTS * self.layout.expert_bytes,
+            scratch_bytes=self.scratch * self.layout.expert_bytes,
         )
         reason = (
             f"auto: {free // MIB} MiB free after the dense weights, less {kv // MIB} MiB KV cache for {max_seq_len} tokens, "
