@@ -127,9 +127,10 @@ class DecodeStepper:
             wanted.append("output_router_logits")
         if wanted:
             return f"{', '.join(wanted)} asked for"
-        mask = model_kwargs.get("attention_mask")
-        if mask is not None and mask.dim() != 2:
-            return f"an attention mask of {mask.dim()} dimensions"
+        for name in ("attention_mask", "position_ids"):
+            dimensions = getattr(model_kwargs.get(name), "ndim", 2)
+            if dimensions != 2:
+                return f"{name} of {dimensions} dimensions"
         return self._too_large(model, batch, length)
 
     def _too_large(self, model: PreTrainedModel, batch: int, length: int) -> str:

@@ -38,6 +38,9 @@ _READS = {
 }  # fmt: skip
 
 
+_ABSENT = object()
+
+
 class NoStepsError(Exception):
     """A model's tokens cannot be steps; the message is the reason. Never leaves `plan_steps`."""
 
@@ -75,15 +78,38 @@ def plan_steps(model: PreTrainedModel, runtime: SlotExpertRuntime, *, stock: boo
         return None, reason
     trial = _Trial(model, runtime)
     try:
-        plan = trial.plan()
-        if stock:
-            trial.check(plan)
+        with _stateless(model):
+            plan = trial.plan()
+            if stock:
+                trial.check(plan)
     except NoStepsError as error:
         return None, str(error)
     except Exception as error:  # noqa: BLE001 - a family's own code, called in a way its authors may not have tried
         log.debug("a step was tried", exc_info=True)
         return None, f"a step failed when it was tried ({type(error).__name__}: {' '.join(str(error).split())[:200]})"
     return plan, ""
+
+
+@contextlib.contextmanager
+def _stateless(model: nn.Module) -> Iterator[None]:
+    """Put attributes that forwards inside change back as they were, and raise NoStepsError for the first: a recorded step
+    would not change them."""
+    before = [(name, module, dict(vars(module))) for name, module in model.named_modules()]
+    changed = ""
+    try:
+        yield
+    finally:
+        for name, module, attributes in before:
+            for key, value in list(vars(module).items()):
+                if value is attributes.get(key, _ABSENT):
+                    continue
+                changed = changed or f"{name}.{key}"
+                if key in attributes:
+                    setattr(module, key, attributes[key])
+                else:
+                    delattr(module, key)
+    if changed:
+        raise NoStepsError(f"its forward keeps something of its own for the next one ({changed})")
 
 
 @dataclass
@@ -220,7 +246,8 @@ def _reads(func: Any, args: Any) -> bool:
     if name in _READS:
         return True
     if name in ("index", "index_put", "index_put_"):
-        return any(part is not None and part.dtype in (torch.bool, torch.uint8) for part in args[1])
+        by_mask = any(part is not None and part.dtype in (torch.bool, torch.uint8) for part in args[1])
+        return by_mask and not (name != "index" and args[2].numel() == 1)  # one number for all of a mask is filled in
     return name == "repeat_interleave" and func._overloadname == "Tensor"
 
 
