@@ -114,9 +114,8 @@ class StepCache(Cache):
 
     def memory(self, layer: int) -> tuple[torch.Tensor, torch.Tensor]:
         """Keys and values of one layer, all of their positions."""
-        keys, values = self.layers[layer].keys, self.layers[layer].values
-        assert keys is not None and values is not None
-        return keys, values
+        held: Any = self.layers[layer]
+        return held.keys, held.values
 
     @property
     def seen(self) -> int:

@@ -183,10 +183,10 @@ class _Trial:
                 raise NoStepsError(f"decoder layer {number} does not look through the mask that the forward is given")
 
     def _forward(self, ids: torch.Tensor, cache: Any, **more: Any) -> torch.Tensor:
-        model = self._model
+        model, more = self._model, {**more, cache_name(self._model): cache}
         self._noted.calls.clear()
         with torch.no_grad(), self._runtime.recording(self._answer):
-            output = type(model).forward(model, input_ids=ids, use_cache=True, return_dict=True, **{cache_name(model): cache}, **more)
+            output = type(model).forward(model, input_ids=ids, use_cache=True, return_dict=True, **more)
         logits: torch.Tensor = output.logits.float()
         return logits
 

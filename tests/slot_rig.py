@@ -137,14 +137,16 @@ class Rig:
         layers: int = LAYERS,
         experts: int = EXPERTS,
         widths: Sequence[int] = (),
+        modules: dict[str, Any] | None = None,
     ) -> None:
         self.device, self.dtype, self.top_k = torch.device(device), dtype, top_k
-        self.modules = experts_modules(dtype, layers=layers, experts=experts, widths=widths)
+        self.modules: dict[str, Any] = modules or experts_modules(dtype, layers=layers, experts=experts, widths=widths)
+        layers = len(self.modules)
         layout = ModelLayout(tuple(map(ExpertLayout.from_module, self.modules.values())))
         plan = plan_slots(
             budget_bytes=slots * layout.expert_bytes,
             expert_bytes=layout.expert_bytes,
-            total_experts=layers * experts,
+            total_experts=layout.total_experts,
             top_k=top_k,
         )
         self.pool = SlotPool(layout, plan, self.device)

@@ -5,11 +5,15 @@ from __future__ import annotations
 import pytest
 import slot_rig
 import torch
+from torch import nn
 
 from airllm.experts.compute import ExpertMath
+from airllm.experts.contract import expert_math
 from airllm.experts.device_engine import DeviceEngine, why_not
 from airllm.experts.gates import PLAIN, find_gate
 from airllm.experts.policy import AgedPolicy, LruPolicy, SlotPolicy
+
+from .test_contract import Experts
 
 pytestmark = pytest.mark.usefixtures("every_policy")
 
@@ -20,8 +24,16 @@ class Both(slot_rig.Rig):
     def __init__(self, slots: int, **options) -> None:
         super().__init__(slots, **options)
         runtime = self.runtime
+        maths = [self.math(layer) for layer in range(runtime.layers)]
         self.engine = runtime.engine = DeviceEngine(
-            self.bank, self.pool, self.transfer, runtime.policy, runtime.counters, top_k=self.top_k
+            self.bank,
+            self.pool,
+            self.transfer,
+            runtime.policy,
+            runtime.counters,
+            top_k=self.top_k,
+            gates=[find_gate(math.apply_gate) for math in maths],
+            transposed=maths[0].transposed,
         )
 
     def device_call(self, layer, hidden, index, weights):
@@ -53,6 +65,54 @@ def test_calls_through_either_engine_in_any_order_give_the_oracles_answers(rig):
             rig.call(layer, *rig.draw(1 + number % 5))  # the rig checks that every slot holds what the table says
     rig.engine.leave()
     rig.check()
+
+
+class NoGate(Experts):
+    has_gate = False
+
+
+class Turned(Experts):
+    """As gpt-oss's: [in, out], biases, gate and up in turns, limits."""
+
+    is_transposed = has_bias = True
+
+    def _apply_gate(self, gate_up):
+        gate, up = gate_up[..., ::2].clamp(max=1.0), gate_up[..., 1::2].clamp(-1.0, 1.0)
+        return (up + 1) * gate * torch.sigmoid(gate * 1.702)
+
+
+class OwnKind(Both):
+    """Two layers of experts that are not of the plain kind."""
+
+    def __init__(self, kind: type[Experts]) -> None:
+        generator, modules = torch.Generator().manual_seed(0), {}
+        for layer in range(2):
+            module = modules[f"layers.{layer}.experts"] = kind(slot_rig.HIDDEN, slot_rig.WIDTH, torch.float32)
+            module.act_fn = nn.SiLU() if layer and kind.has_gate else nn.GELU()  # a gate of its own in each layer
+            for name, meta in module._parameters.items():
+                module._parameters[name] = nn.Parameter(torch.randn(meta.shape, generator=generator) * 0.3, requires_grad=False)
+        super().__init__(5, modules=modules)
+
+    def math(self, layer):
+        return expert_math(self.oracles[layer])
+
+
+@pytest.mark.parametrize("kind", [Experts, NoGate, Turned])
+def test_experts_of_other_kinds_are_served(kind):
+    rig = OwnKind(kind)
+    for number in range(12):
+        rig.device_call(number % 2, *rig.draw(1 + number % 3))
+    rig.engine.leave()
+    rig.check()
+    rig.close()
+
+
+def test_more_ids_than_the_tables_hold_are_refused(rig):
+    hidden, index, weights = rig.draw(8)
+    rig.engine.enter()
+    with pytest.raises(ValueError, match="9 rows of 2 experts"):
+        rig.engine.experts(0, *(torch.cat([part, part[:1]]) for part in (hidden, index, weights)))
+    rig.engine.abandon()
 
 
 def known(policy: SlotPolicy) -> tuple:

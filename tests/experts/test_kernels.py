@@ -210,10 +210,11 @@ def test_every_variant_agrees_with_the_twins(variant):
     sizes = [into * hidden_width, into, hidden_width * width, hidden_width]
     pool = draw(places, sum(sizes) + 12) * 0.3
     up, up_bias, back, back_bias = pool[:, : sum(sizes)].split(sizes, dim=1)
+    shapes = [(into, hidden_width), (hidden_width, width)]
     if transposed:
-        up, back = up.unflatten(1, (hidden_width, into)).transpose(1, 2), back.unflatten(1, (width, hidden_width)).transpose(1, 2)
+        up, back = (part.unflatten(1, shape[::-1]).transpose(1, 2) for part, shape in zip((up, back), shapes, strict=True))
     else:
-        up, back = up.unflatten(1, (into, hidden_width)), back.unflatten(1, (hidden_width, width))
+        up, back = (part.unflatten(1, shape) for part, shape in zip((up, back), shapes, strict=True))
     hidden, weights = draw(tokens, hidden_width), draw(tokens, top_k)
     ids = torch.stack([torch.randperm(32, generator=generator)[:top_k] for _ in range(tokens)]).to(DEVICE)
     at = torch.randint(-1, places, (tokens * top_k,), generator=generator).to(DEVICE, torch.int32)
