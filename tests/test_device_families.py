@@ -155,7 +155,12 @@ def _asks_twice(module: Any, args: Any, output: Any) -> None:
     experts(rows, torch.zeros(len(rows), 1, dtype=torch.int64), torch.ones(len(rows), 1))
 
 
+def _remembers(module: Any, args: Any, output: Any) -> None:
+    module.last = output
+
+
 PLANTED = {
+    "keeps something of its own for the next one (model.layers.0.last)": lambda layer: layer.register_forward_hook(_remembers),
     "reads back from the device (aten._local_scalar_dense": lambda layer: layer.register_forward_hook(_reads_back),
     "does not look through the mask": lambda layer: layer.self_attn.register_forward_pre_hook(_sees_less, with_kwargs=True),
     "logits differ from the forward's": lambda layer: layer.mlp.register_forward_hook(_reckons_otherwise),
