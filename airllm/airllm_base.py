@@ -272,7 +272,11 @@ class AirLLMBaseModel(SlotBackend):
             locks.enter_context(self._guard.checking())
             self._guard.refuse_closed()
             generate: Any = self.model.generate
-            return generate(*args, **_without_compile(kwargs))
+            stepper = self._stepper if kwargs.get("assistant_model") is None else None
+            if stepper is None:
+                return generate(*args, **_without_compile(kwargs))
+            locks.enter_context(stepper.generating())
+            return stepper.hand_out(generate(*args, **_without_compile(kwargs)))
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         """One forward of ``self.model``, without gradients. Tensors are moved to the device first."""
@@ -375,7 +379,7 @@ class AirLLMBaseModel(SlotBackend):
             self._guard.closed = True
             self._resources.close()
             guard.empty(self.model)
-            self._runtime = None
+            self._runtime = self._stepper = None
             if self.device.type == "cuda":
                 torch.cuda.empty_cache()
 

@@ -7,7 +7,6 @@ serve is known before a call begins, and the reason is kept in ``DecodeStepper.r
 
 from __future__ import annotations
 
-import inspect
 import logging
 import threading
 import weakref
@@ -23,7 +22,9 @@ from transformers.modeling_outputs import MoeCausalLMOutputWithPast
 from airllm import transformers_private as private
 from airllm.experts.device_engine import MAX_ROWS, DeviceEngine
 from airllm.recorded_layers import Unchanged
-from airllm.step_cache import StepCache, cache_shape
+from airllm.step_cache import StepCache
+from airllm.step_plan import cache_name
+from airllm.step_state import StepPlan, StepState
 from airllm.streaming import LayerWatch
 
 log = logging.getLogger(__name__)
@@ -32,69 +33,11 @@ CAPACITY_STEP = 256
 """Caches come in multiples of this many positions, so that calls of like length share one recording."""
 MAX_CACHE_BYTES = 2**30
 _MODES = ("greedy_search", "sample", "beam_search", "beam_sample")
-_ATTENTION = ("sdpa", "eager")
 _READ = {"input_ids", "attention_mask", "position_ids", "use_cache", "return_dict", "logits_to_keep"}
 
 
-def why_no_steps(model: PreTrainedModel) -> str:
-    """Why no decoded token of this model can be a step; "" when they can."""
-    rope = model.config.rope_parameters["rope_type"]
-    if rope != "default":
-        return f"rope type {rope!r} picks its factors on the host"
-    attention = model.config._attn_implementation
-    return "" if attention in _ATTENTION else f"attention {attention!r} is not one of {', '.join(_ATTENTION)}"
-
-
-class StepState:
-    """The fixed tensors of steps of ``batch`` rows on a cache of ``capacity`` positions, and the recording of one."""
-
-    def __init__(self, model: PreTrainedModel, batch: int, capacity: int, device: torch.device) -> None:
-        config = model.config
-        self.batch, self.capacity, self.dtype = batch, capacity, model.dtype
-        self.window: int | None = getattr(config, "sliding_window", None)
-        self.additive_mask = config._attn_implementation == "eager"
-        self.cache = StepCache(config, batch, capacity, model.dtype, device)
-        with torch.inference_mode(False):
-            self.ids = torch.zeros(batch, 1, dtype=torch.int64, device=device)
-            self.positions = torch.zeros(batch, 1, dtype=torch.int64, device=device)
-            self.slot = torch.zeros(1, dtype=torch.int64, device=device)
-            self.padding = torch.ones(batch, capacity, dtype=torch.bool, device=device)
-            self._at = torch.arange(capacity, device=device)
-        self.begun = False  # within this call of generate
-        self.warm = False  # a step has run: libraries are set up, kernels compiled
-        self.graph: Any = None
-        self.output: Any = None
-        self.watched: list[torch.Tensor | None] = []
-
-    def reset(self) -> None:
-        """For a new call of generate."""
-        self.cache.reset()
-        self.begun = False
-
-    def load(self, ids: torch.Tensor, positions: torch.Tensor | None, mask: torch.Tensor | None) -> None:
-        """Take one step's input: ``ids`` and ``positions`` [B, 1], ``mask`` [B, positions so far]."""
-        seen = self.cache.seen
-        self.ids.copy_(ids)
-        self.slot.fill_(seen)
-        if positions is None:
-            self.positions.fill_(seen)
-        else:
-            self.positions.copy_(positions)
-        if not self.begun:  # later masks only grow by ones
-            self.padding.fill_(True)
-            if mask is not None:
-                self.padding[:, : mask.shape[1]] = mask.bool()
-            self.begun = True
-
-    def mask(self) -> torch.Tensor:
-        """[B, 1, 1, capacity] what the new token may look at: bool, or to be added for eager attention."""
-        visible = self._at <= self.slot
-        if self.window is not None:
-            visible = visible & (self._at > self.slot - self.window)
-        allowed = (visible & self.padding)[:, None, None, :]
-        if not self.additive_mask:
-            return allowed
-        return torch.zeros_like(allowed, dtype=self.dtype).masked_fill(~allowed, torch.finfo(self.dtype).min)
+StepForward = Callable[[StepState], tuple[torch.Tensor, list[torch.Tensor]]]
+"""A step's logits [B, 1, vocabulary] and the hidden states after each layer, computed in place of the model's own forward."""
 
 
 class DecodeStepper:
@@ -102,8 +45,9 @@ class DecodeStepper:
 
     Args:
         watch: learns each layer's output.
-        fused: computes a step (logits [B, 1, vocabulary], hidden states after each layer) in place of the model's own forward.
-        layers: whose weights ``fused`` reads; a call of generate is not served by steps while they are not as they were.
+        plan: see `airllm.step_plan.plan_steps`.
+        fused: computes a step in place of the model's own forward.
+        layers: what a recorded step takes for granted; no call of generate becomes steps while they are not as they were.
 
     Nothing here holds the model, so that dropping the model frees its memory at once.
     """
@@ -113,17 +57,17 @@ class DecodeStepper:
         model: PreTrainedModel,
         engine: DeviceEngine,
         watch: LayerWatch,
-        fused: Callable[[StepState], tuple[torch.Tensor, list[torch.Tensor]]] | None = None,
+        plan: StepPlan,
+        fused: StepForward | None = None,
         layers: Sequence[nn.Module] = (),
     ) -> None:
-        self.engine = engine
+        self.engine, self._plan = engine, plan
         self._fused, self._unchanged = fused, [Unchanged(layer) for layer in layers]
         self.reason = "no call of generate yet"
         self.steps = self.captures = 0
         self._model = weakref.ref(model)
         self._forward = type(model).forward
-        names = inspect.signature(self._forward).parameters
-        self.cache_name = "cache" if "cache" in names else "past_key_values"
+        self.cache_name = cache_name(model)
         self._watch = watch
         self._state: StepState | None = None
         self._active: StepState | None = None
@@ -183,19 +127,20 @@ class DecodeStepper:
             wanted.append("output_router_logits")
         if wanted:
             return f"{', '.join(wanted)} asked for"
-        mask = model_kwargs.get("attention_mask")
-        if mask is not None and mask.dim() != 2:
-            return f"an attention mask of {mask.dim()} dimensions"
+        for name in ("attention_mask", "position_ids"):
+            dimensions = getattr(model_kwargs.get(name), "ndim", 2)
+            if dimensions != 2:
+                return f"{name} of {dimensions} dimensions"
         return self._too_large(model, batch, length)
 
     def _too_large(self, model: PreTrainedModel, batch: int, length: int) -> str:
         if not self.engine.fits(batch):
             slots = self.engine.tables.slots
             return f"a batch of {batch} sequences: up to {MAX_ROWS} are served, whose experts fit in {slots} slots"
-        rows, heads, positions, head_dim = cache_shape(model.config, batch, _rounded(length))
-        need = 2 * model.config.num_hidden_layers * rows * heads * positions * head_dim * model.dtype.itemsize
+        positions = _rounded(length)
+        need = self._plan.cache_bytes(batch, positions, model.dtype.itemsize)
         if need > MAX_CACHE_BYTES:
-            return f"a static cache of {need} B for {batch} x {length} positions, above the limit of {MAX_CACHE_BYTES} B"
+            return f"a static cache of {need} B for {batch} x {positions} positions, above the limit of {MAX_CACHE_BYTES} B"
         return ""
 
     def _state_for(self, batch: int, length: int) -> StepState | None:
@@ -206,7 +151,7 @@ class DecodeStepper:
             model = self._model()
             assert model is not None
             try:
-                state = StepState(model, batch, _rounded(length), self.engine.device)
+                state = StepState(model, self._plan, batch, _rounded(length), self.engine.device)
             except torch.OutOfMemoryError as error:
                 self.reason = f"no memory for a static cache of {batch} x {length} positions ({error})"
                 return None
@@ -250,13 +195,15 @@ class DecodeStepper:
             return False
         if not 0 < state.cache.seen < state.capacity or kwargs.get("use_cache") is False or kwargs.get("return_dict") is False:
             return False
-        if any(getattr(kwargs.get(name), "ndim", 2) != 2 for name in ("attention_mask", "position_ids")):
-            return False
-        return not any(
-            value is not None and value is not False
+        odd = [name for name in ("attention_mask", "position_ids") if getattr(kwargs.get(name), "ndim", 2) != 2]
+        odd += [
+            name
             for name, value in kwargs.items()
-            if name not in _READ and name != self.cache_name
-        )
+            if name not in _READ and name != self.cache_name and value is not None and value is not False
+        ]
+        if odd:
+            self.reason = f"the model's forward is called with {', '.join(odd)} of a kind that steps do not take"
+        return not odd
 
     def _step(self, state: StepState, kwargs: dict[str, Any]) -> Any:
         self.engine.enter()
@@ -288,7 +235,7 @@ class DecodeStepper:
             return self._forward(
                 model,
                 input_ids=state.ids,
-                attention_mask=state.mask(),
+                attention_mask=state.masks(),
                 position_ids=state.positions,
                 use_cache=True,
                 return_dict=True,

@@ -1,6 +1,6 @@
 """The slot backend of a model class: dense weights on the device, every expert in a host bank, those in use in slots.
 
-What every family shares. A family's own class overrides `_top_k`, `_record_graphs` or `_start_steps` where it deviates.
+What every family shares. A family's own class overrides `_top_k` or `_record_graphs` where it deviates.
 """
 
 from __future__ import annotations
@@ -16,15 +16,18 @@ from transformers import PretrainedConfig, PreTrainedModel
 
 from airllm import guard
 from airllm.checkpoint import TensorReader
+from airllm.decode_step import DecodeStepper
 from airllm.errors import UnsupportedModelError
-from airllm.experts.assembly import ExpertsFound, install
+from airllm.experts.assembly import ExpertsFound, add_device_engine, install
 from airllm.experts.runtime import SlotExpertRuntime
 from airllm.experts.stats import disabled_stats
 from airllm.experts.trace import record_routing
+from airllm.fused_step import FusedStep, why_not_fused
 from airllm.layer_watch import LayerWatch, StreamCounts
 from airllm.options import Options
 from airllm.profiler import LayeredProfiler, progress_bar
 from airllm.skeleton import assert_no_meta, decoder_layers, load_resident, move_buffers, tie_weights
+from airllm.step_plan import plan_steps
 from airllm.weight_map import WeightMap
 
 log = logging.getLogger(__name__)
@@ -41,6 +44,7 @@ class SlotBackend:
     _reader: TensorReader
     _guard: guard.ForwardGuard
     _runtime: SlotExpertRuntime | None = None
+    _stepper: DecodeStepper | None = None
     _graph_reason = "not recorded for this family"
     _engine_reason = "not asked for (expert_cache_engine='device')"
     _top_k: int | None = None
@@ -62,7 +66,7 @@ class SlotBackend:
     def _load_slots(self) -> None:
         options, device = self.options, self.options.device
         model, weight_map, reader = self._build("eager", options.trust_remote_code)
-        found = self.experts_of(model)
+        found = self.experts_of(model).for_engine(options.expert_cache_engine)
         plan = None
         if isinstance(options.expert_cache_bytes, int):
             plan = found.plan(options.expert_cache_bytes)  # before anything is taken: a budget too small costs nothing
@@ -105,8 +109,19 @@ class SlotBackend:
 
     def _start_steps(self, model: PreTrainedModel, runtime: SlotExpertRuntime, watch: LayerWatch) -> None:
         """Let decoded tokens be steps served by the device engine, or say in ``_engine_reason`` why they cannot be."""
-        self._engine_reason = f"the device engine does not serve {type(model).__name__}"
-        log.warning("expert_cache_engine='device': the plain engine serves this model (%s)", self._engine_reason)
+        unfused = why_not_fused(model)
+        plan, self._engine_reason = plan_steps(model, runtime, stock=bool(unfused))
+        if plan is not None:
+            self._engine_reason = add_device_engine(runtime, model, plan.top_k)
+        if plan is None or runtime.engine is None:
+            log.warning("expert_cache_engine='device': the plain engine serves this model (%s)", self._engine_reason)
+            return
+        layers = [layer for _, layer in decoder_layers(model)[1]]
+        if unfused:
+            log.info("decoded tokens run the stock modules' kernels: %s", unfused)
+        step = None if unfused else FusedStep(model, runtime.engine)
+        self._stepper = self._guard.stepper = DecodeStepper(model, runtime.engine, watch, plan, step, layers)
+        self._resources.callback(self._stepper.close)
 
     # --- statistics ---------------------------------------------------------------------------------------------------
 
@@ -115,7 +130,7 @@ class SlotBackend:
         if self._runtime is None:
             return disabled_stats()
         dense = sum({p.data_ptr(): p.nbytes for p in self.model.parameters() if not p.is_meta}.values())
-        return {
+        stats = {
             "enabled": True,
             "backend": "slot",
             "dense_resident_bytes": dense,
@@ -126,6 +141,7 @@ class SlotBackend:
             "device_engine_reason": self._engine_reason,
             **self._runtime.stats(),
         }
+        return stats if self._stepper is None else {**stats, "engine": "device", **self._stepper.stats()}
 
     def reset_expert_cache_stats(self) -> None:
         """Counters to zero; what is resident stays. Nothing to reset without an expert cache."""

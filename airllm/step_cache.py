@@ -6,9 +6,9 @@ place to write comes from a tensor, and all of the cache is handed to attention,
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from transformers import DynamicCache, PretrainedConfig
@@ -76,18 +76,37 @@ class StepLayer(CacheLayerMixin):
         self.seen = 0
 
 
+class LayerShape(NamedTuple):
+    """One layer's keys [B, heads, capacity, key_width] and values, and how far back it looks (None: all the way)."""
+
+    heads: int
+    key_width: int
+    value_width: int
+    window: int | None
+
+    @property
+    def values_a_position(self) -> int:
+        """Numbers kept of one position of one sequence."""
+        return self.heads * (self.key_width + self.value_width)
+
+
 class StepCache(Cache):
     """Keys and values of ``batch`` sequences of up to ``capacity`` positions."""
 
     def __init__(
-        self, config: PretrainedConfig, batch: int, capacity: int, dtype: torch.dtype, device: torch.device
+        self, layers: Sequence[LayerShape], batch: int, capacity: int, dtype: torch.dtype, device: torch.device
     ) -> None:
         self.batch, self.capacity = batch, capacity
-        shape = (config.num_hidden_layers, 2, *cache_shape(config, batch, capacity))
+        widths = [(layer.heads, width) for layer in layers for width in (layer.key_width, layer.value_width)]
         # Tensors made under inference_mode could not be written outside of it.
         with torch.inference_mode(False):
-            self._memory = torch.zeros(shape, dtype=dtype, device=device)
-            super().__init__(layers=[StepLayer(*layer.unbind(0)) for layer in self._memory.unbind(0)])
+            sizes = [batch * heads * capacity * width for heads, width in widths]
+            self._memory = torch.zeros(sum(sizes), dtype=dtype, device=device)
+            parts = [
+                part.view(batch, heads, capacity, width)
+                for part, (heads, width) in zip(self._memory.split(sizes), widths, strict=True)
+            ]
+            super().__init__(layers=[StepLayer(*pair) for pair in zip(parts[::2], parts[1::2], strict=True)])
 
     @property
     def nbytes(self) -> int:
@@ -95,8 +114,8 @@ class StepCache(Cache):
 
     def memory(self, layer: int) -> tuple[torch.Tensor, torch.Tensor]:
         """Keys and values of one layer, all of their positions."""
-        keys, values = self._memory[layer].unbind(0)
-        return keys, values
+        held: Any = self.layers[layer]
+        return held.keys, held.values
 
     @property
     def seen(self) -> int:
@@ -122,13 +141,7 @@ class StepCache(Cache):
     def as_dynamic(self, config: PretrainedConfig) -> DynamicCache:
         """A copy in the cache class that generate gives out otherwise."""
         dynamic = DynamicCache(config=config)
-        for number, (keys, values) in enumerate(self._memory.unbind(0)):
+        for number in range(len(self.layers)):
+            keys, values = self.memory(number)
             dynamic.update(keys[:, :, : self.seen].clone(), values[:, :, : self.seen].clone(), number)
         return dynamic
-
-
-def cache_shape(config: PretrainedConfig, batch: int, capacity: int) -> tuple[int, int, int, int]:
-    """[B, heads, capacity, head_dim] of one layer's keys."""
-    heads = getattr(config, "num_key_value_heads", None) or config.num_attention_heads
-    head_dim = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
-    return batch, heads, capacity, head_dim

@@ -14,6 +14,8 @@ from airllm.checkpoint import TensorReader
 from airllm.experts.bank import HostBank
 from airllm.experts.budget import plan_slots
 from airllm.experts.compute import ExpertMath
+from airllm.experts.device_engine import DeviceEngine
+from airllm.experts.gates import find_gate
 from airllm.experts.layout import ExpertLayout, ModelLayout
 from airllm.experts.runtime import SlotExpertRuntime
 from airllm.experts.slots import SlotPool
@@ -137,14 +139,16 @@ class Rig:
         layers: int = LAYERS,
         experts: int = EXPERTS,
         widths: Sequence[int] = (),
+        modules: dict[str, Any] | None = None,
     ) -> None:
         self.device, self.dtype, self.top_k = torch.device(device), dtype, top_k
-        self.modules = experts_modules(dtype, layers=layers, experts=experts, widths=widths)
+        self.modules: dict[str, Any] = modules or experts_modules(dtype, layers=layers, experts=experts, widths=widths)
+        layers = len(self.modules)
         layout = ModelLayout(tuple(map(ExpertLayout.from_module, self.modules.values())))
         plan = plan_slots(
             budget_bytes=slots * layout.expert_bytes,
             expert_bytes=layout.expert_bytes,
-            total_experts=layers * experts,
+            total_experts=layout.total_experts,
             top_k=top_k,
         )
         self.pool = SlotPool(layout, plan, self.device)
@@ -194,6 +198,35 @@ class Rig:
     def close(self) -> None:
         self.runtime.close()
         self.reader.close()
+
+
+class Both(Rig):
+    """A rig whose runtime has the device engine too."""
+
+    def __init__(self, slots: int, **options: Any) -> None:
+        super().__init__(slots, **options)
+        runtime = self.runtime
+        maths = [self.math(layer) for layer in range(runtime.layers)]
+        self.engine = runtime.engine = DeviceEngine(
+            self.bank,
+            self.pool,
+            self.transfer,
+            runtime.policy,
+            runtime.counters,
+            top_k=self.top_k,
+            gates=[find_gate(math.apply_gate) for math in maths],
+            transposed=maths[0].transposed,
+        )
+
+    def device_call(self, layer: int, hidden: torch.Tensor, index: torch.Tensor, weights: torch.Tensor) -> torch.Tensor:
+        """Through the engine; close to the oracle, whose sums are rounded elsewhere."""
+        self.engine.enter()
+        with self.engine.step():
+            ours = self.run(layer, hidden, index, weights)
+        expected = self.expected(layer, hidden, index, weights)
+        tolerance = 1e-5 if self.dtype == torch.float32 else 2e-2
+        torch.testing.assert_close(ours, expected, rtol=tolerance, atol=tolerance)
+        return ours
 
 
 def check(runtime: SlotExpertRuntime) -> None:

@@ -11,7 +11,7 @@ from transformers import AutoModelForCausalLM, LogitsProcessor, StoppingCriteria
 from transformers.generation.streamers import BaseStreamer
 
 import airllm
-from airllm import airllm_phimoe, decode_step
+from airllm import decode_step, step_plan
 from airllm.errors import NonFiniteError
 
 GPU = torch.cuda.is_available()
@@ -300,14 +300,23 @@ def test_without_the_keyword_there_are_no_steps(engine):
         assert "_prepare_cache_for_generation" not in vars(model.model)
 
 
-@pytest.mark.parametrize(("rope", "attention", "why"), [("longrope", "sdpa", "rope"), ("default", "flex", "'flex'")])
-def test_models_that_cannot_be_stepped_say_why(rope, attention, why):
-    config = SimpleNamespace(rope_parameters={"rope_type": rope}, _attn_implementation=attention)
-    assert why in decode_step.why_no_steps(SimpleNamespace(config=config))
+@pytest.mark.parametrize(
+    ("rope", "attention", "types", "why"),
+    [
+        ({"rope_type": "longrope"}, "sdpa", None, "rope type 'longrope'"),
+        ({"full": {"rope_type": "default"}, "sliding": {"rope_type": "dynamic"}}, "sdpa", None, "rope type 'dynamic'"),
+        ({"rope_type": "default"}, "flex", None, "'flex'"),
+        (None, "sdpa", ["full_attention", "mamba"], "the types mamba"),
+    ],
+)
+def test_models_that_cannot_be_stepped_say_why(rope, attention, types, why):
+    text = SimpleNamespace(rope_parameters=rope, layer_types=types)
+    config = SimpleNamespace(_attn_implementation=attention, get_text_config=lambda: text)
+    assert why in step_plan.why_no_steps(SimpleNamespace(config=config))
 
 
 def test_an_engine_that_cannot_serve_is_replaced_by_the_plain_one(oracle, monkeypatch, caplog):
-    monkeypatch.setattr(airllm_phimoe, "why_no_steps", lambda _: "it is Monday")
+    monkeypatch.setattr(step_plan, "why_no_steps", lambda _: "it is Monday")
     with load() as model:
         both(oracle, model)
         stats = model.get_expert_cache_stats()

@@ -61,14 +61,3 @@ def test_a_difference_shows(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_the_documents_say_what_the_committed_results_say() -> None:
     command = [sys.executable, str(ROOT / "benchmarks" / "family_docs.py"), "--check"]
     assert subprocess.run(command, cwd=ROOT, check=False).returncode == 0, "run benchmarks/family_docs.py"
-
-
-def test_the_device_engine_asked_for_another_family_gives_the_plain_one_with_the_reason(tmp_path: Path) -> None:
-    from airllm import AutoModel
-
-    family_models.make_model(FOLDERS["mixtral"]).save_pretrained(tmp_path)
-    keywords = {"device": "cpu", "expert_cache_backend": "slot", "expert_cache_gb": 0.001, "expert_cache_engine": "device"}
-    with AutoModel.from_pretrained(tmp_path, **keywords) as model:
-        stats = model.get_expert_cache_stats()
-    assert stats["engine"] == "plain" and "MixtralForCausalLM" in stats["device_engine_reason"]
-    assert stats["decode_graphs"] is False and stats["decode_graphs_reason"]

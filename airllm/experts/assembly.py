@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -14,11 +14,12 @@ from transformers import PreTrainedModel
 from airllm import transformers_private as private
 from airllm.experts.bank import HostBank
 from airllm.experts.batched import BatchedSlotExperts, batched_math
-from airllm.experts.budget import MIB, SCRATCH_SLOTS, SlotPlan, auto_budget_bytes, plan_slots
+from airllm.experts.budget import MIB, SCRATCH_SLOTS, SlotPlan, auto_budget_bytes, most_scratch, plan_slots
 from airllm.experts.compute import ExpertMath
 from airllm.experts.contract import expert_math, takes_copies
 from airllm.experts.decode_graphs import ExpertGraphs, GraphPool
 from airllm.experts.device_engine import DeviceEngine, why_not
+from airllm.experts.gates import find_gate
 from airllm.experts.layout import ExpertLayout, ModelLayout
 from airllm.experts.modules import SlotExperts, find_experts, find_top_k
 from airllm.experts.runtime import SlotExpertRuntime
@@ -43,6 +44,7 @@ class ExpertsFound:
     layout: ModelLayout
     top_k: int
     maths: tuple[ExpertMath, ...]
+    scratch: int = SCRATCH_SLOTS
 
     @classmethod
     def of(cls, model: nn.Module, top_k: int | None = None) -> ExpertsFound:
@@ -68,12 +70,17 @@ class ExpertsFound:
         layers = zip(self.modules, self.layout.layers, strict=True)
         return {f"{prefix}.{p.name}" for prefix, layout in layers for p in layout.projections}
 
+    def for_engine(self, engine: str) -> ExpertsFound:
+        """The same, planned with as many scratch slots as this engine makes use of."""
+        return replace(self, scratch=most_scratch(engine, self.top_k))
+
     def plan(self, budget_bytes: int, reason: str = "as asked") -> SlotPlan:
         return plan_slots(
             budget_bytes=budget_bytes,
             expert_bytes=self.layout.expert_bytes,
             total_experts=self.total,
             top_k=self.top_k,
+            scratch=self.scratch,
             reason=reason,
         )
 
@@ -91,7 +98,7 @@ class ExpertsFound:
             kv_cache_bytes=kv,
             workspace_bytes=workspace,
             reserve_bytes=RESERVE_BYTES,
-            scratch_bytes=SCRATCH_SLOTS * self.layout.expert_bytes,
+            scratch_bytes=self.scratch * self.layout.expert_bytes,
         )
         reason = (
             f"auto: {free // MIB} MiB free after the dense weights, less {kv // MIB} MiB KV cache for {max_seq_len} tokens, "
@@ -169,18 +176,42 @@ def _shape_hook(runtime: SlotExpertRuntime) -> Callable[..., None]:
     return note
 
 
-def add_device_engine(runtime: SlotExpertRuntime, model: nn.Module) -> str:
-    """Give the runtime its second engine, which serves decoded steps. Returns "" or the reason why there is none."""
-    experts = next(module for module in model.modules() if isinstance(module, SlotExperts))
-    layout = runtime.layout.uniform
-    if layout is None or layout.identities or experts.math.why_not_plain:
-        return f"the experts have {experts.math.why_not_plain or 'different layouts, or stand for no weights'}"
-    reason = why_not(runtime.bank, runtime.pool, runtime.top_k, experts.apply_gate)
+def add_device_engine(runtime: SlotExpertRuntime, model: nn.Module, top_k: int | None = None) -> str:
+    """Give the runtime its second engine, which serves decoded steps. Returns "" or the reason why there is none.
+
+    ``top_k``: experts a token is routed to, where more is known than when the slots were planned.
+    """
+    modules = [module for module in model.modules() if isinstance(module, SlotExperts)]
+    reason = _why_not_alike(runtime, modules)
+    if reason:
+        return reason
+    top_k = top_k or runtime.top_k
+    gates = [find_gate(module.apply_gate) for module in modules]
+    reason = why_not(runtime.bank, runtime.pool, top_k, gates)
     if not reason:
         runtime.engine = DeviceEngine(
-            runtime.bank, runtime.pool, runtime.transfer, runtime.policy, runtime.counters, top_k=runtime.top_k
+            runtime.bank,
+            runtime.pool,
+            runtime.transfer,
+            runtime.policy,
+            runtime.counters,
+            top_k=top_k,
+            gates=[gate for gate in gates if gate is not None],
+            transposed=modules[0].math.transposed,
         )
     return reason
+
+
+def _why_not_alike(runtime: SlotExpertRuntime, modules: list[SlotExperts]) -> str:
+    """What these experts are or do that the kernels do not know; "" when there is nothing."""
+    if any(isinstance(module, BatchedSlotExperts) for module in modules):
+        return "the experts are handed copies of every token, and which of them count is read on the host"
+    layout = runtime.layout.uniform
+    if layout is None or len({module.math.transposed for module in modules}) > 1:
+        return "the layers' experts have different layouts"
+    if layout.identities:
+        return "some of the experts stand for no weights"
+    return "the experts have a norm after their second product" if any(module.math.norm for module in modules) else ""
 
 
 def record_experts(

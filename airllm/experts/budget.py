@@ -13,6 +13,11 @@ SCRATCH_SLOTS = 2
 """Two, so that one scratch slot is filled while the other one is computed."""
 
 
+def most_scratch(engine: str, top_k: int) -> int:
+    """Scratch slots worth having: the device engine can pass every expert of a token by, and copies them all at once."""
+    return max(SCRATCH_SLOTS, top_k) if engine == "device" else SCRATCH_SLOTS
+
+
 @dataclass(frozen=True)
 class SlotPlan:
     """How the device bytes for experts are cut. ``slots`` come out of the budget, ``scratch`` lies outside it."""
@@ -39,10 +44,19 @@ def smallest_budget_gib(expert_bytes: int, top_k: int) -> float:
     return math.ceil(least * scale * (1 + 1e-12)) / scale
 
 
-def plan_slots(*, budget_bytes: int, expert_bytes: int, total_experts: int, top_k: int, reason: str = "as asked") -> SlotPlan:
+def plan_slots(
+    *,
+    budget_bytes: int,
+    expert_bytes: int,
+    total_experts: int,
+    top_k: int,
+    scratch: int = SCRATCH_SLOTS,
+    reason: str = "as asked",
+) -> SlotPlan:
     """Cut ``budget_bytes`` into slots of ``expert_bytes``; never more slots than ``total_experts`` of the model.
 
-    A model that fits whole needs no scratch: every expert has a slot of its own.
+    A model that fits whole needs no scratch: every expert has a slot of its own. More than two ``scratch`` slots, which lie
+    outside the budget, are given only while they are no more than a quarter of it.
 
     Raises:
         BudgetError: fewer than ``top_k`` experts (one token in one layer) fit.
@@ -54,7 +68,7 @@ def plan_slots(*, budget_bytes: int, expert_bytes: int, total_experts: int, top_
             f"the expert cache needs {need} B for {top_k} experts of {expert_bytes / MIB:.4g} MiB (one token in one layer), "
             f"got {budget_bytes} B: raise expert_cache_gb to at least {smallest_budget_gib(expert_bytes, top_k):g}"
         )
-    scratch = 0 if slots == total_experts else SCRATCH_SLOTS
+    scratch = 0 if slots == total_experts else max(SCRATCH_SLOTS, min(scratch, int(slots) // 4))
     return SlotPlan(int(slots), scratch, expert_bytes, budget_bytes, reason)
 
 

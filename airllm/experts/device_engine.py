@@ -9,18 +9,19 @@ from __future__ import annotations
 
 import importlib.util
 import logging
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from types import ModuleType
 
 import torch
-from torch.nn.functional import silu
 
 from airllm.experts import grouped, kernel_twins
 from airllm.experts.bank import HostBank
-from airllm.experts.compute import ApplyGate, Routing
+from airllm.experts.compute import Routing
 from airllm.experts.device_tables import Counts, tables_for
+from airllm.experts.gates import PLAIN, Gate
 from airllm.experts.grouped import GroupedSum, can_group
+from airllm.experts.layout import Projection
 from airllm.experts.policy import SlotPolicy
 from airllm.experts.slots import SlotPool
 from airllm.experts.stats import Counters
@@ -33,27 +34,20 @@ MAX_ROWS = 8
 MAX_TOP_K = 16
 
 
-def why_not(bank: HostBank, pool: SlotPool, top_k: int, apply_gate: ApplyGate) -> str:
-    """Why the device engine cannot serve these experts on this machine; "" when it can."""
-    gate_up = bank.layout.projections[0]
+def why_not(bank: HostBank, pool: SlotPool, top_k: int, gates: Sequence[Gate | None]) -> str:
+    """Why the device engine cannot serve these experts on this machine; "" when it can. ``gates``: of each layer."""
     if top_k > MAX_TOP_K:
         return f"a token uses {top_k} experts, the kernels take up to {MAX_TOP_K}"
-    if not gate_up.dtype.is_floating_point or gate_up.dtype == torch.float64:
-        return f"the experts are {gate_up.dtype}"
-    if not _is_silu_gate(apply_gate):
-        return "the experts' gate is not silu(gate) * up"
+    dtypes = {projection.dtype for projection in bank.layout.projections}
+    if not dtypes <= {torch.float16, torch.bfloat16, torch.float32} or len(dtypes) > 1:
+        return f"the experts are {', '.join(sorted(map(str, dtypes)))}"
+    if None in gates:
+        return "the experts' gate or activation is none of those that the kernels compute, tried on sample numbers"
     if pool.blocks[0].device.type == "cpu":
         return ""
     if not bank.pinned:
         return f"the expert bank is not pinned, so that kernels cannot read it ({bank.pin_reason})"
     return "" if importlib.util.find_spec("triton") else "Triton is not installed"
-
-
-def _is_silu_gate(apply_gate: ApplyGate) -> bool:
-    """Asked by trying: families write their gates in many ways."""
-    sample = torch.linspace(-3, 3, 16).reshape(2, 8)
-    gate, up = sample.chunk(2, dim=-1)
-    return bool(torch.allclose(apply_gate(sample), silu(gate) * up, rtol=1e-5, atol=1e-6))
 
 
 def kernels_for(device: torch.device) -> ModuleType:
@@ -71,6 +65,8 @@ class DeviceEngine:
     Args:
         bank, pool, transfer, policy, counters: the runtime's own; ``policy`` and ``counters`` are changed by ``leave``.
         top_k: experts a token is routed to.
+        gates: what lies between the two products of each layer's experts; the plain gate when left out.
+        transposed: the weights lie as [in, out].
         ops: the kernels, or their twins; by the pool's device when left out.
     """
 
@@ -83,6 +79,8 @@ class DeviceEngine:
         counters: Counters,
         *,
         top_k: int,
+        gates: Sequence[Gate] = (),
+        transposed: bool = False,
         ops: ModuleType | None = None,
     ) -> None:
         self.device = pool.blocks[0].device
@@ -94,12 +92,21 @@ class DeviceEngine:
         self._transfer, self._policy, self._counters = transfer, policy, counters
         self._expert_bytes = pool.plan.expert_bytes
         self._bank, self._pool = bank.memory, pool.memory
-        gate_up, down = bank.layout.projections
-        self._dtype = gate_up.dtype
+        layout = bank.layout
+        self._gates = list(gates) or [PLAIN] * len(layout.layers)
+        self._dtype = layout.projections[0].dtype
+        views = {p.name: self._view(p) for p in layout.projections}
+        into = next(name for name in ("gate_up_proj", "up_proj") if name in views)
+        # As the kernels see them, rows are outputs: [places, out, in], whichever of the two is dense in memory.
         self._gate_up, self._down = (
-            self._pool[:, p.offset_bytes : p.offset_bytes + p.nbytes].view(p.dtype).unflatten(1, p.shape)
-            for p in (gate_up, down)
+            views[name].transpose(1, 2) if transposed else views[name] for name in (into, "down_proj")
         )
+        self._gate_up_bias, self._down_bias = views.get(f"{into}_bias"), views.get("down_proj_bias")
+
+    def _view(self, projection: Projection) -> torch.Tensor:
+        """One projection of every place: [places, *its shape]."""
+        p = projection
+        return self._pool[:, p.offset_bytes : p.offset_bytes + p.nbytes].view(p.dtype).unflatten(1, p.shape)
 
     def fits(self, rows: int) -> bool:
         """Whether a call of ``rows`` rows always finds a place for each of its experts."""
@@ -160,20 +167,21 @@ class DeviceEngine:
         ``residual`` [T, H] is added; the result is written to ``out`` [T, H] if given.
         """
         tables, (rows, top_k) = self.tables, index.shape
+        if rows * top_k > tables.max_ids:
+            raise ValueError(f"{rows} rows of {top_k} experts are more than the {tables.max_ids} that the tables are made for")
         index, weights, hidden = index.contiguous(), weights.contiguous(), hidden.contiguous()
         self.ops.route(tables, index, layer * self.num_experts, self.num_experts)
         self.ops.copy_misses(tables, self._bank, self._pool, min(rows * top_k, self.num_experts))
         inner = torch.empty(rows, top_k, self._down.shape[2], dtype=self._dtype, device=hidden.device)
-        self.ops.gate_up(hidden, tables.places, self._gate_up, inner)
+        self.ops.gate_up(hidden, tables.places, self._gate_up, inner, self._gates[layer], self._gate_up_bias)
         out = torch.empty_like(hidden) if out is None else out
-        self.ops.down(inner, tables.places, index, weights, self._down, out, residual)
+        self.ops.down(inner, tables.places, index, weights, self._down, out, residual, self._down_bias)
         return out
 
-    def prompt_sum(
-        self, layer: int, routing: Routing, hidden: torch.Tensor, weights: torch.Tensor
-    ) -> GroupedSum | None:
+    def prompt_sum(self, layer: int, routing: Routing, hidden: torch.Tensor, weights: torch.Tensor) -> GroupedSum | None:
         """What adds up a prompt's experts several at a time; None where no kernel does."""
-        if not can_group(routing, hidden):
+        plain = self._gates[layer] == PLAIN and self._gate_up_bias is None and self._gate_up.stride(2) == 1
+        if not plain or not can_group(routing, hidden):
             return None
         return GroupedSum(routing, hidden, weights, self._gate_up, self._down, grouped.kernels_for(self.device))
 
@@ -195,6 +203,7 @@ class DeviceEngine:
             torch.cuda.synchronize(self.device)
         self.ahead = self.stepping = False
         self._pool = self._bank = self._gate_up = self._down = torch.empty(0)
+        self._gate_up_bias = self._down_bias = None
 
     def _as_counters(self, counts: Counts) -> dict[str, int]:
         copied = counts.misses * self._expert_bytes

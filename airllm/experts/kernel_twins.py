@@ -7,9 +7,9 @@ their time; nothing here is meant for a GPU.
 from __future__ import annotations
 
 import torch
-from torch.nn.functional import silu
 
 from airllm.experts.device_tables import AgedTables, Decisions, DeviceTables
+from airllm.experts.gates import PLAIN, Gate
 from airllm.experts.policy import FREE, HABIT_SHIFT, HABIT_USE, LEASED, RECENT_SHIFT, RECENT_USE
 
 NAME = "plain torch"
@@ -94,18 +94,28 @@ def copy_misses(tables: Decisions, bank: torch.Tensor, pool: torch.Tensor, most:
         pool[int(tables.miss_slot[number])].copy_(bank[int(tables.miss_key[number])])
 
 
-def gate_up(hidden: torch.Tensor, places: torch.Tensor, weights: torch.Tensor, out: torch.Tensor) -> None:
-    """``out`` [T, K, I] = silu(gate) * up of ``hidden`` [T, H] through the expert in ``places`` [T*K].
+def gate_up(
+    hidden: torch.Tensor,
+    places: torch.Tensor,
+    weights: torch.Tensor,
+    out: torch.Tensor,
+    gate: Gate = PLAIN,
+    bias: torch.Tensor | None = None,
+) -> None:
+    """``out`` [T, K, I] = ``gate`` of the first product of ``hidden`` [T, H] with the expert in ``places`` [T*K].
 
-    ``weights``: [places, 2I, H] a view of the pool in the model's dtype (gate rows first). Sums in float32.
+    ``weights``: [places, parts * I, H] and ``bias``: [places, parts * I], views of the pool in the model's dtype; transposed
+    weights are a view whose last axis is not the dense one. Sums in float32.
     """
-    tokens, k, width = out.shape
+    tokens, k, _ = out.shape
     for pair in range(tokens * k):
         place = int(places[pair])
         if place == FREE:
             continue
         both = weights[place].float() @ hidden[pair // k].float()
-        out[pair // k, pair % k] = (silu(both[:width]) * both[width:]).to(out.dtype)
+        if bias is not None:
+            both += bias[place].float()
+        out[pair // k, pair % k] = gate.apply(both).to(out.dtype)
 
 
 def down(
@@ -116,19 +126,25 @@ def down(
     weights: torch.Tensor,
     out: torch.Tensor,
     residual: torch.Tensor | None = None,
+    bias: torch.Tensor | None = None,
 ) -> None:
-    """``out`` [T, H] = ``residual`` [T, H] + sum over a token's experts, ascending, of routing weight * down projection of
-    ``inner`` [T, K, I].
+    """``out`` [T, H] = ``residual`` [T, H] + sum over a token's experts, ascending, of routing weight * (down projection of
+    ``inner`` [T, K, I] + ``bias``).
 
-    ``places`` [T*K], ``ids`` and ``routing`` [T, K], ``weights`` [places, H, I] a view of the pool. Sums in float32.
+    ``places`` [T*K], ``ids`` and ``routing`` [T, K], ``weights`` [places, H, I] and ``bias`` [places, H] views of the pool, as
+    for `gate_up`. Sums in float32.
     """
     tokens, k, _ = inner.shape
     for token in range(tokens):
         total = torch.zeros(out.shape[1], dtype=torch.float32, device=out.device)
         for position in ids[token].argsort(stable=True).tolist():
             place = int(places[token * k + position])
-            if place != FREE:
-                total += weights[place].float() @ inner[token, position].float() * routing[token, position].float()
+            if place == FREE:
+                continue
+            product = weights[place].float() @ inner[token, position].float()
+            if bias is not None:
+                product += bias[place].float()
+            total += product * routing[token, position].float()
         if residual is not None:
             total += residual[token].float()
         out[token] = total.to(out.dtype)

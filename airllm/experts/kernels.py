@@ -6,12 +6,15 @@ name in :mod:`airllm.experts.kernel_twins`, which says what it computes; with TR
 
 from __future__ import annotations
 
+import math
+
 import torch
 import triton
 import triton.language as tl
 
 from airllm.experts.device_tables import AgedTables, Decisions, DeviceTables
-from airllm.experts.route_aged import route_aged
+from airllm.experts.gates import PLAIN, Gate
+from airllm.experts.route_aged import among, part_of, route_aged, warps_for
 
 NAME = f"triton {triton.__version__}"
 
@@ -22,6 +25,10 @@ GATE_UP_ROWS, GATE_UP_COLUMNS = 1, 2048
 DOWN_ROWS, DOWN_COLUMNS = 4, 512
 NARROW, NARROW_COLUMNS = 512, 64
 """Experts up to so wide are read in short pieces by `down`. All of these: the fastest of those tried on an H200 (LOG.md)."""
+MIDDLING, MIDDLING_COLUMNS = 768, 256
+"""Experts up to so wide (Qwen3's) would leave half of a second long piece empty. Reasoned, not measured, like the next."""
+GATE_UP_ACROSS, DOWN_ACROSS = (32, 64), (16, 128)
+"""(rows, columns) where weights lie transposed: neighbours in memory are neighbours in the output, so tiles are tall."""
 
 _LATEST = tl.constexpr(2147483647)
 
@@ -43,6 +50,7 @@ def _route(
     num_experts,
     num_slots,
     IDS: tl.constexpr,
+    PART: tl.constexpr,
     EXPERTS: tl.constexpr,
     SLOTS: tl.constexpr,
 ):
@@ -58,9 +66,9 @@ def _route(
     now = tl.load(clock)
     # Warps that lag behind must have read the tables before the first one writes.
     tl.debug_barrier()
-    used = tl.sum((wanted[None, :] == e[:, None]).to(tl.int32), axis=1) > 0
     local = key_in - first_key
-    is_hit = tl.sum(((wanted[None, :] == local[:, None]) & (wanted[None, :] >= 0)).to(tl.int32), axis=1) > 0
+    used = among(wanted, ids, num_ids, num_experts, e, IDS, PART)
+    is_hit = among(wanted, ids, num_ids, num_experts, local, IDS, PART)
     last = tl.where(is_hit, now + local, last)
     missing = (used & (held < 0)).to(tl.int32)
     misses = tl.sum(missing, axis=0)
@@ -111,15 +119,41 @@ def _copy_misses(
 
 
 @triton.jit
+def _activate(x, slope: tl.constexpr, KIND: tl.constexpr):
+    if KIND == "silu":
+        x = x / (1.0 + tl.exp(-x * slope))
+    elif KIND == "gelu":
+        x = 0.5 * x * (1.0 + tl.erf(x * 0.7071067811865476))
+    elif KIND == "gelu_tanh":  # 1 + tanh(z) = 2 * sigmoid(2 z)
+        x = x / (1.0 + tl.exp(-1.5957691216057308 * (x + 0.044715 * x * x * x)))
+    elif KIND == "relu":
+        x = tl.maximum(x, 0.0)
+    else:
+        x = tl.maximum(x, 0.0) * tl.maximum(x, 0.0)
+    return x
+
+
+@triton.jit
 def _gate_up(
     hidden,
     places,
     pool,
+    bias,
     out,
     stride,
     hidden_width: tl.constexpr,
     width: tl.constexpr,
     top_k: tl.constexpr,
+    ROW: tl.constexpr,  # numbers from one row of the weights to the next, and from one column to the next
+    COLUMN: tl.constexpr,
+    BIAS: tl.constexpr,
+    KIND: tl.constexpr,
+    GATED: tl.constexpr,
+    INTERLEAVED: tl.constexpr,
+    LIMITED: tl.constexpr,
+    slope: tl.constexpr,
+    offset: tl.constexpr,
+    limit: tl.constexpr,
     ROWS: tl.constexpr,
     COLUMNS: tl.constexpr,
 ):
@@ -128,18 +162,32 @@ def _gate_up(
     if place >= 0:
         rows = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
         row = hidden + (pair // top_k) * hidden_width
-        gate_at = pool + place.to(tl.int64) * stride + rows[:, None].to(tl.int64) * hidden_width
-        up_at = gate_at + width * hidden_width
+        first = rows * 2 if INTERLEAVED else rows
+        to_up: tl.constexpr = 1 if INTERLEAVED else width
+        gate_at = pool + place.to(tl.int64) * stride + first[:, None].to(tl.int64) * ROW
+        up_at = gate_at + to_up * ROW
         gate = tl.zeros((ROWS, COLUMNS), tl.float32)
         up = tl.zeros((ROWS, COLUMNS), tl.float32)
-        for first in range(0, hidden_width, COLUMNS):
-            at = first + tl.arange(0, COLUMNS)
+        for begin in range(0, hidden_width, COLUMNS):
+            at = begin + tl.arange(0, COLUMNS)
             x = tl.load(row + at, mask=at < hidden_width, other=0.0).to(tl.float32)[None, :]
             inside = (rows[:, None] < width) & (at[None, :] < hidden_width)
-            gate += tl.load(gate_at + at[None, :], mask=inside, other=0.0).to(tl.float32) * x
-            up += tl.load(up_at + at[None, :], mask=inside, other=0.0).to(tl.float32) * x
+            gate += tl.load(gate_at + at[None, :] * COLUMN, mask=inside, other=0.0).to(tl.float32) * x
+            if GATED:
+                up += tl.load(up_at + at[None, :] * COLUMN, mask=inside, other=0.0).to(tl.float32) * x
         g = tl.sum(gate, axis=1)
-        inner = g / (1.0 + tl.exp(-g)) * tl.sum(up, axis=1)
+        u = tl.sum(up, axis=1) if GATED else 1.0
+        if BIAS:
+            bias_at = bias + place.to(tl.int64) * stride + first
+            g += tl.load(bias_at, mask=rows < width, other=0.0).to(tl.float32)
+            if GATED:
+                u += tl.load(bias_at + to_up, mask=rows < width, other=0.0).to(tl.float32)
+        if LIMITED:
+            g = tl.minimum(g, limit)
+            u = tl.minimum(tl.maximum(u, -limit), limit)
+        if offset != 0:
+            u += offset
+        inner = _activate(g, slope, KIND) * u
         tl.store(out + pair * width + rows, inner.to(out.dtype.element_ty), mask=rows < width)
 
 
@@ -150,6 +198,7 @@ def _down(
     ids,
     routing,
     pool,
+    bias,
     residual,
     out,
     stride,
@@ -157,6 +206,9 @@ def _down(
     width: tl.constexpr,
     top_k: tl.constexpr,
     K: tl.constexpr,
+    ROW: tl.constexpr,
+    COLUMN: tl.constexpr,
+    BIAS: tl.constexpr,
     RESIDUAL: tl.constexpr,
     ROWS: tl.constexpr,
     COLUMNS: tl.constexpr,
@@ -173,14 +225,18 @@ def _down(
         pair = token * top_k + first % K
         place = tl.load(places + pair)
         if place >= 0:
-            weight_at = pool + place.to(tl.int64) * stride + rows[:, None].to(tl.int64) * width
+            weight_at = pool + place.to(tl.int64) * stride + rows[:, None].to(tl.int64) * ROW
             products = tl.zeros((ROWS, COLUMNS), tl.float32)
             for begin in range(0, width, COLUMNS):
                 at = begin + tl.arange(0, COLUMNS)
                 x = tl.load(inner + pair * width + at, mask=at < width, other=0.0).to(tl.float32)[None, :]
                 inside = (rows[:, None] < hidden_width) & (at[None, :] < width)
-                products += tl.load(weight_at + at[None, :], mask=inside, other=0.0).to(tl.float32) * x
-            total += tl.sum(products, axis=1) * tl.load(routing + pair).to(tl.float32)
+                products += tl.load(weight_at + at[None, :] * COLUMN, mask=inside, other=0.0).to(tl.float32) * x
+            product = tl.sum(products, axis=1)
+            if BIAS:
+                bias_at = bias + place.to(tl.int64) * stride + rows
+                product += tl.load(bias_at, mask=rows < hidden_width, other=0.0).to(tl.float32)
+            total += product * tl.load(routing + pair).to(tl.float32)
     at = token * hidden_width + rows
     if RESIDUAL:
         total += tl.load(residual + at, mask=rows < hidden_width, other=0.0).to(tl.float32)
@@ -196,6 +252,7 @@ def route(tables: Decisions, ids: torch.Tensor, first_key: int, num_experts: int
 
 
 def _launch_lru(tables: DeviceTables, ids: torch.Tensor, first_key: int, num_experts: int) -> None:
+    numbers, experts = triton.next_power_of_2(ids.numel()), triton.next_power_of_2(num_experts)
     slots = triton.next_power_of_2(tables.slots)
     _route[(1,)](
         ids,
@@ -212,10 +269,11 @@ def _launch_lru(tables: DeviceTables, ids: torch.Tensor, first_key: int, num_exp
         ids.numel(),
         num_experts,
         tables.slots,
-        IDS=triton.next_power_of_2(ids.numel()),
-        EXPERTS=triton.next_power_of_2(num_experts),
+        IDS=numbers,
+        PART=part_of(numbers, max(experts, slots)),
+        EXPERTS=experts,
         SLOTS=slots,
-        num_warps=1 if slots <= 256 else 4,
+        num_warps=warps_for(max(experts, slots)),
     )
 
 
@@ -235,20 +293,42 @@ def copy_misses(tables: Decisions, bank: torch.Tensor, pool: torch.Tensor, most:
     )
 
 
-def gate_up(hidden: torch.Tensor, places: torch.Tensor, weights: torch.Tensor, out: torch.Tensor) -> None:
+def gate_up(
+    hidden: torch.Tensor,
+    places: torch.Tensor,
+    weights: torch.Tensor,
+    out: torch.Tensor,
+    gate: Gate = PLAIN,
+    bias: torch.Tensor | None = None,
+) -> None:
     """See the twin. Bound by the bytes of the weights: every program reads its own rows once."""
     tokens, top_k, width = out.shape
-    _gate_up[(triton.cdiv(width, GATE_UP_ROWS), tokens * top_k)](
+    hidden_width = hidden.shape[1]
+    rows, columns = GATE_UP_ROWS, GATE_UP_COLUMNS
+    if weights.stride(2) != 1:
+        rows, columns = GATE_UP_ACROSS
+    _gate_up[(triton.cdiv(width, rows), tokens * top_k)](
         hidden,
         places,
         weights,
+        weights if bias is None else bias,
         out,
         weights.stride(0),
-        hidden_width=hidden.shape[1],
+        hidden_width=hidden_width,
         width=width,
         top_k=top_k,
-        ROWS=GATE_UP_ROWS,
-        COLUMNS=min(GATE_UP_COLUMNS, triton.next_power_of_2(hidden.shape[1])),
+        ROW=weights.stride(1),
+        COLUMN=weights.stride(2),
+        BIAS=bias is not None,
+        KIND=gate.activation,
+        GATED=gate.gated,
+        INTERLEAVED=gate.interleaved,
+        LIMITED=math.isfinite(gate.limit),
+        slope=gate.slope,
+        offset=gate.offset,
+        limit=gate.limit if math.isfinite(gate.limit) else 0.0,
+        ROWS=rows,
+        COLUMNS=min(columns, triton.next_power_of_2(hidden_width)),
         num_warps=4,
     )
 
@@ -261,25 +341,40 @@ def down(
     weights: torch.Tensor,
     out: torch.Tensor,
     residual: torch.Tensor | None = None,
+    bias: torch.Tensor | None = None,
 ) -> None:
     """See the twin."""
     tokens, top_k, width = inner.shape
     hidden_width = out.shape[1]
-    _down[(triton.cdiv(hidden_width, DOWN_ROWS), tokens)](
+    rows, columns = down_tile(width, across=weights.stride(2) != 1)
+    _down[(triton.cdiv(hidden_width, rows), tokens)](
         inner,
         places,
         ids,
         routing,
         weights,
+        weights if bias is None else bias,
         out if residual is None else residual,
         out,
         weights.stride(0),
         hidden_width=hidden_width,
         width=width,
         top_k=top_k,
+        ROW=weights.stride(1),
+        COLUMN=weights.stride(2),
+        BIAS=bias is not None,
         RESIDUAL=residual is not None,
         K=triton.next_power_of_2(top_k),
-        ROWS=DOWN_ROWS,
-        COLUMNS=DOWN_COLUMNS if width > NARROW else NARROW_COLUMNS,
+        ROWS=rows,
+        COLUMNS=columns,
         num_warps=4,
     )
+
+
+def down_tile(width: int, across: bool) -> tuple[int, int]:
+    """Rows and columns of the weights that a program of `down` reads at once."""
+    if across:
+        return DOWN_ACROSS
+    if width <= NARROW:
+        return DOWN_ROWS, NARROW_COLUMNS
+    return DOWN_ROWS, MIDDLING_COLUMNS if width <= MIDDLING else DOWN_COLUMNS

@@ -19,6 +19,26 @@ _HABIT_SHIFT, _HABIT_USE = tl.constexpr(HABIT_SHIFT), tl.constexpr(HABIT_USE)
 _RECENT_SHIFT, _RECENT_USE = tl.constexpr(RECENT_SHIFT), tl.constexpr(RECENT_USE)
 
 
+MOST_PAIRS = 8192
+"""Comparisons of ids with experts or slots that are made at once: more would not fit in registers."""
+
+
+@triton.jit
+def among(wanted, ids, num_ids, num_experts, values, IDS: tl.constexpr, PART: tl.constexpr):
+    """Which of ``values`` are among the experts ``wanted`` [IDS], compared PART at a time; those of ``ids`` are the same."""
+    if PART == IDS:
+        same = (wanted[None, :] == values[:, None]) & (wanted[None, :] >= 0)
+        found = tl.sum(same.to(tl.int32), axis=1) > 0
+    else:
+        found = values != values
+        for first in tl.static_range(0, IDS, PART):
+            j = first + tl.arange(0, PART)
+            part = tl.load(ids + j, mask=j < num_ids, other=-1).to(tl.int32)
+            same = (part[None, :] == values[:, None]) & ((part[None, :] >= 0) & (part[None, :] < num_experts))
+            found = found | (tl.sum(same.to(tl.int32), axis=1) > 0)
+    return found
+
+
 @triton.jit(do_not_specialize=["first_key", "first_slot", "num_slots", "end_slot", "num_scratch"])
 def _route_aged(
     ids,
@@ -39,6 +59,7 @@ def _route_aged(
     num_slots,
     num_scratch,
     IDS: tl.constexpr,
+    PART: tl.constexpr,
     EXPERTS: tl.constexpr,
     SLOTS: tl.constexpr,
 ):
@@ -56,14 +77,14 @@ def _route_aged(
     fresh_in = tl.load(recent + key_in, mask=key_in >= 0, other=0)
     # Warps that lag behind must have read the tables before the first one writes.
     tl.debug_barrier()
-    used = (tl.sum((wanted[None, :] == e[:, None]).to(tl.int32), axis=1) > 0).to(tl.int32)
+    used = among(wanted, ids, num_ids, num_experts, e, IDS, PART).to(tl.int32)
     steady = steady - (steady >> _HABIT_SHIFT) + used * _HABIT_USE
     fresh = fresh - (fresh >> _RECENT_SHIFT) + used * _RECENT_USE
     local = key_in - first_key
     ours = (local >= 0) & (local < num_experts)  # their counts, read before, age in this call too
     steady_in = tl.where(ours, steady_in - (steady_in >> _HABIT_SHIFT), steady_in)
     fresh_in = tl.where(ours, fresh_in - (fresh_in >> _RECENT_SHIFT), fresh_in)
-    is_hit = tl.sum(((wanted[None, :] == local[:, None]) & (wanted[None, :] >= 0)).to(tl.int32), axis=1) > 0
+    is_hit = among(wanted, ids, num_ids, num_experts, local, IDS, PART)
     worth = tl.where(key_in < 0, _FREE, steady_in + fresh_in)
     worth = tl.where(is_hit | (s >= end_slot), _LEASED, worth)
     missing = used * (held < 0).to(tl.int32)
@@ -105,6 +126,7 @@ def _route_aged(
 def route_aged(tables: AgedTables, ids: torch.Tensor, first_key: int, num_experts: int) -> None:
     """Decide one layer's call, as the twin does."""
     first, end = tables.spans[first_key // num_experts]
+    numbers, experts = triton.next_power_of_2(ids.numel()), triton.next_power_of_2(num_experts)
     slots = triton.next_power_of_2(tables.widest)
     _route_aged[(1,)](
         ids,
@@ -124,8 +146,19 @@ def route_aged(tables: AgedTables, ids: torch.Tensor, first_key: int, num_expert
         end,
         tables.slots,
         tables.scratch,
-        IDS=triton.next_power_of_2(ids.numel()),
-        EXPERTS=triton.next_power_of_2(num_experts),
+        IDS=numbers,
+        PART=part_of(numbers, max(experts, slots)),
+        EXPERTS=experts,
         SLOTS=slots,
-        num_warps=1 if slots <= 256 else 4,
+        num_warps=warps_for(max(experts, slots)),
     )
+
+
+def part_of(numbers: int, widest: int) -> int:
+    """How many of so many ids are compared at once with so many experts or slots; all of them powers of two."""
+    return max(1, min(numbers, MOST_PAIRS // widest))
+
+
+def warps_for(widest: int) -> int:
+    """Warps of a routing program whose longest table has so many entries."""
+    return 1 if widest <= 256 else 4 if widest <= 2048 else 8

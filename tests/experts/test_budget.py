@@ -8,7 +8,7 @@ import random
 import pytest
 
 from airllm.errors import BudgetError
-from airllm.experts.budget import GIB, auto_budget_bytes, plan_slots, smallest_budget_gib
+from airllm.experts.budget import GIB, auto_budget_bytes, most_scratch, plan_slots, smallest_budget_gib
 
 PHI_TINY_EXPERT = 3 * 4096 * 448 * 2
 
@@ -60,3 +60,23 @@ def test_the_suggested_budget_always_works():
 def test_auto_leaves_what_generation_needs():
     left = auto_budget_bytes(free_bytes=1000, kv_cache_bytes=100, workspace_bytes=200, reserve_bytes=50, scratch_bytes=30)
     assert left == 620
+
+
+@pytest.mark.parametrize(
+    ("engine", "top_k", "slots", "scratch"),
+    [
+        ("device", 2, 73, 2),  # PhiMoE, Mixtral: as with the plain engine
+        ("device", 8, 120, 8),  # every expert of a token can pass by
+        ("plain", 8, 120, 2),
+        ("auto", 8, 120, 2),
+        ("device", 8, 20, 5),  # a small budget is not outgrown by what lies outside of it
+        ("device", 8, 8, 2),
+        ("device", 1, 40, 2),
+        ("device", 8, 500, 0),  # the whole model
+    ],
+)
+def test_the_device_engine_gets_a_scratch_slot_for_each_expert_of_a_token(engine, top_k, slots, scratch):
+    plan = plan_slots(
+        budget_bytes=slots * 1000, expert_bytes=1000, total_experts=500, top_k=top_k, scratch=most_scratch(engine, top_k)
+    )
+    assert (plan.slots, plan.scratch) == (slots, scratch)

@@ -5,38 +5,22 @@ from __future__ import annotations
 import pytest
 import slot_rig
 import torch
+from torch import nn
 
 from airllm.experts.compute import ExpertMath
-from airllm.experts.device_engine import DeviceEngine, why_not
+from airllm.experts.contract import expert_math
+from airllm.experts.device_engine import why_not
+from airllm.experts.gates import PLAIN, find_gate
 from airllm.experts.policy import AgedPolicy, LruPolicy, SlotPolicy
+
+from .test_contract import Experts
 
 pytestmark = pytest.mark.usefixtures("every_policy")
 
 
-class Both(slot_rig.Rig):
-    """A rig whose runtime has the device engine too."""
-
-    def __init__(self, slots: int, **options) -> None:
-        super().__init__(slots, **options)
-        runtime = self.runtime
-        self.engine = runtime.engine = DeviceEngine(
-            self.bank, self.pool, self.transfer, runtime.policy, runtime.counters, top_k=self.top_k
-        )
-
-    def device_call(self, layer, hidden, index, weights):
-        """Through the engine; close to the oracle, whose sums are rounded elsewhere."""
-        self.engine.enter()
-        with self.engine.step():
-            ours = self.run(layer, hidden, index, weights)
-        expected = self.expected(layer, hidden, index, weights)
-        tolerance = 1e-5 if self.dtype == torch.float32 else 2e-2
-        torch.testing.assert_close(ours, expected, rtol=tolerance, atol=tolerance)
-        return ours
-
-
 @pytest.fixture(params=[2, 5, 24], ids="{} slots".format)
 def rig(request):
-    made = Both(request.param)
+    made = slot_rig.Both(request.param)
     yield made
     made.close()
 
@@ -55,7 +39,7 @@ def test_calls_through_either_engine_in_any_order_give_the_oracles_answers(rig):
 
 
 def test_what_a_prompt_fetched_ahead_is_not_believed_after_a_step_of_the_engine() -> None:
-    rig = Both(2)
+    rig = slot_rig.Both(2)
     rig.runtime.begin_forward(1, 64, rig.device)
     rig.call(0, *rig.draw(64))
     assert rig.runtime._ahead, "the prompt ends here: whoever called it was interrupted"
@@ -63,6 +47,54 @@ def test_what_a_prompt_fetched_ahead_is_not_believed_after_a_step_of_the_engine(
         rig.device_call(2, *rig.draw(1))
     rig.call(1, *rig.draw(64))
     rig.close()
+
+
+class NoGate(Experts):
+    has_gate = False
+
+
+class Turned(Experts):
+    """As gpt-oss's: [in, out], biases, gate and up in turns, limits."""
+
+    is_transposed = has_bias = True
+
+    def _apply_gate(self, gate_up):
+        gate, up = gate_up[..., ::2].clamp(max=1.0), gate_up[..., 1::2].clamp(-1.0, 1.0)
+        return (up + 1) * gate * torch.sigmoid(gate * 1.702)
+
+
+class OwnKind(slot_rig.Both):
+    """Two layers of experts that are not of the plain kind."""
+
+    def __init__(self, kind: type[Experts]) -> None:
+        generator, modules = torch.Generator().manual_seed(0), {}
+        for layer in range(2):
+            module = modules[f"layers.{layer}.experts"] = kind(slot_rig.HIDDEN, slot_rig.WIDTH, torch.float32)
+            module.act_fn = nn.SiLU() if layer and kind.has_gate else nn.GELU()  # a gate of its own in each layer
+            for name, meta in module._parameters.items():
+                module._parameters[name] = nn.Parameter(torch.randn(meta.shape, generator=generator) * 0.3, requires_grad=False)
+        super().__init__(5, modules=modules)
+
+    def math(self, layer):
+        return expert_math(self.oracles[layer])
+
+
+@pytest.mark.parametrize("kind", [Experts, NoGate, Turned])
+def test_experts_of_other_kinds_are_served(kind):
+    rig = OwnKind(kind)
+    for number in range(12):
+        rig.device_call(number % 2, *rig.draw(1 + number % 3))
+    rig.engine.leave()
+    rig.check()
+    rig.close()
+
+
+def test_more_ids_than_the_tables_hold_are_refused(rig):
+    hidden, index, weights = rig.draw(8)
+    rig.engine.enter()
+    with pytest.raises(ValueError, match="9 rows of 2 experts"):
+        rig.engine.experts(0, *(torch.cat([part, part[:1]]) for part in (hidden, index, weights)))
+    rig.engine.abandon()
 
 
 def known(policy: SlotPolicy) -> tuple:
@@ -85,7 +117,7 @@ def test_the_engine_decides_as_the_plain_runtime_does(rig):
 
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
 def test_half_precision_is_added_up_in_float32(dtype):
-    rig = Both(6, dtype=dtype)
+    rig = slot_rig.Both(6, dtype=dtype)
     hidden, index, weights = rig.draw(2)
     ours = rig.device_call(0, hidden, index, weights)
     exact = torch.zeros_like(hidden, dtype=torch.float32)
@@ -143,21 +175,21 @@ def test_a_failed_step_leaves_nothing_to_be_believed(rig, monkeypatch):
 
 
 def test_more_rows_than_places_can_serve_do_not_fit():
-    rig = Both(5)
+    rig = slot_rig.Both(5)
     lru = isinstance(rig.runtime.policy, LruPolicy)
     most = rig.pool.plan.slots if lru else min(end - first for first, end in rig.runtime.policy.spans) + rig.pool.plan.scratch
     assert [rig.engine.fits(rows) for rows in (1, 2, 3, 4, 9)] == [2 * rows <= most for rows in (1, 2, 3)] + [most >= 8, False]
-    whole = Both(20)
+    whole = slot_rig.Both(20)
     assert whole.engine.fits(8), "a layer has only 8 experts, so 8 rows never need more places"
     rig.close()
     whole.close()
 
 
 def test_reasons_name_what_is_in_the_way():
-    rig = Both(5)
-    assert why_not(rig.bank, rig.pool, 2, rig.gate(0)) == ""
-    assert "17 experts" in why_not(rig.bank, rig.pool, 17, rig.gate(0))
-    assert "gate" in why_not(rig.bank, rig.pool, 2, lambda both: both.chunk(2, dim=-1)[0])
+    rig = slot_rig.Both(5)
+    assert why_not(rig.bank, rig.pool, 2, [PLAIN]) == ""
+    assert "17 experts" in why_not(rig.bank, rig.pool, 17, [PLAIN])
+    assert "gate" in why_not(rig.bank, rig.pool, 2, [PLAIN, find_gate(lambda both: both.chunk(2, dim=-1)[0])])
     rig.close()
 
 

@@ -9,8 +9,7 @@ from typing import Any
 
 import pytest
 import torch
-from slot_rig import EXPERTS, HIDDEN, LAYERS
-from test_device_engine import Both
+from slot_rig import EXPERTS, HIDDEN, LAYERS, Both
 from triton_here import DEVICE, INTERPRETED, KERNELS_RUN, needs_kernels, run_interpreted, runs_itself
 
 from airllm.experts import grouped
@@ -88,14 +87,14 @@ def prompt_call(rig: Both, layer: int, tokens: int) -> None:
     rig.check()
 
 
-@pytest.mark.parametrize("slots", [2, 5, 14, LAYERS * EXPERTS])
-def test_a_prompt_is_what_transformers_experts_give(slots: int, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize(("slots", "most"), [(2, 1), (5, 1), (14, 3), (LAYERS * EXPERTS, 4)])
+def test_a_prompt_is_what_transformers_experts_give(slots: int, most: int, monkeypatch: pytest.MonkeyPatch) -> None:
     rig, made = Both(slots, device=DEVICE), []
     monkeypatch.setattr(grouped.GroupedSum, "add", _counted(grouped.GroupedSum.add, made))
     for tokens in (200, 33, 64):
         for layer in range(LAYERS):
             prompt_call(rig, layer, tokens)
-    assert made and max(made) == (4 if slots > 8 else 1), "as many at once as leave places for copies meanwhile"
+    assert made and max(made) == most, "as many at once as leave places for copies meanwhile"
     rig.close()
 
 

@@ -15,6 +15,7 @@ from triton_here import DEVICE, INTERPRETED, KERNELS_RUN, needs_kernels, run_int
 from airllm.experts import kernel_twins as twins
 from airllm.experts import policy as policies
 from airllm.experts.device_tables import AgedTables, Decisions, DeviceTables
+from airllm.experts.gates import Gate
 from airllm.experts.plan import plan_layer
 from airllm.experts.policy import AgedPolicy, LruPolicy
 
@@ -179,6 +180,74 @@ def test_the_arithmetic_agrees_with_the_twins(tokens, hidden_width, width, top_k
     for ours, theirs in zip(*results, strict=True):
         scale = float(theirs.abs().max()) + 1e-6
         assert float((ours - theirs).abs().max()) <= tolerance * scale
+
+
+VARIANTS = {
+    "biases": (Gate(), True, False),
+    "no gate": (Gate("relu2", gated=False), False, False),
+    "no gate, biases": (Gate("gelu", gated=False), True, False),
+    "interleaved, clamped, transposed, biases": (Gate("silu", True, True, 1.702, 1.0, 1.5), True, True),
+    "interleaved": (Gate("silu", True, True), False, False),
+    "transposed": (Gate("gelu_tanh"), False, True),
+    "transposed, no gate": (Gate("silu", gated=False, slope=1.702), False, True),
+    "gelu": (Gate("gelu"), False, False),
+    "relu": (Gate("relu", limit=0.7), False, False),
+}
+
+
+@needs_kernels
+@pytest.mark.parametrize("variant", VARIANTS)
+def test_every_variant_agrees_with_the_twins(variant):
+    gate, biased, transposed = VARIANTS[variant]
+    tokens, hidden_width, width, top_k = 2, 70, 9, 3
+    dtype = torch.bfloat16 if gate.interleaved else torch.float32
+    generator, places = torch.Generator().manual_seed(0), 5
+    into = gate.parts * width
+
+    def draw(*shape: int) -> torch.Tensor:
+        return torch.randn(*shape, generator=generator).to(dtype).to(DEVICE)
+
+    sizes = [into * hidden_width, into, hidden_width * width, hidden_width]
+    pool = draw(places, sum(sizes) + 12) * 0.3
+    up, up_bias, back, back_bias = pool[:, : sum(sizes)].split(sizes, dim=1)
+    shapes = [(into, hidden_width), (hidden_width, width)]
+    if transposed:
+        up, back = (part.unflatten(1, shape[::-1]).transpose(1, 2) for part, shape in zip((up, back), shapes, strict=True))
+    else:
+        up, back = (part.unflatten(1, shape) for part, shape in zip((up, back), shapes, strict=True))
+    hidden, weights = draw(tokens, hidden_width), draw(tokens, top_k)
+    ids = torch.stack([torch.randperm(32, generator=generator)[:top_k] for _ in range(tokens)]).to(DEVICE)
+    at = torch.randint(-1, places, (tokens * top_k,), generator=generator).to(DEVICE, torch.int32)
+    results = []
+    for ops in (kernels, twins):
+        inner = torch.zeros(tokens, top_k, width, dtype=dtype, device=DEVICE)
+        out = torch.full((tokens, hidden_width), 9.0, dtype=dtype, device=DEVICE)
+        ops.gate_up(hidden, at, up, inner, gate, up_bias if biased else None)
+        ops.down(inner, at, ids, weights, back, out, None, back_bias if biased else None)
+        results.append((inner.float(), out.float()))
+    for ours, theirs in zip(*results, strict=True):
+        scale = float(theirs.abs().max()) + 1e-6
+        assert float((ours - theirs).abs().max()) <= (1e-4 if dtype == torch.float32 else 3e-2) * scale
+
+
+@needs_kernels
+@pytest.mark.parametrize("aged", [False, True])
+@pytest.mark.parametrize(("layers", "experts", "top_k", "slots"), [(2, 128, 8, 60), (2, 512, 10, 600), (12, 512, 16, 5000)])
+def test_many_experts_are_routed_too(layers, experts, top_k, slots, aged):
+    def tables(device):
+        if aged:
+            return AgedTables(layers, experts, slots, top_k, 8 * top_k, device)
+        return DeviceTables(layers * experts, slots, 8 * top_k, device)
+
+    rng, ours, theirs = random.Random(slots), tables(DEVICE), tables(torch.device("cpu"))
+    for step in range(4):
+        layer = step % 2
+        rows = 8 if step > 1 and slots > 100 else 1
+        ids = torch.tensor([rng.sample(range(experts), top_k) for _ in range(rows)], device=DEVICE)
+        kernels.route(ours, ids, layer * experts, experts)
+        twins.route(theirs, ids.cpu(), layer * experts, experts)
+        tables_equal(ours, theirs)
+        assert ours.places[: ids.numel()].tolist() == theirs.places[: ids.numel()].tolist()
 
 
 @needs_kernels
