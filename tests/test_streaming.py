@@ -21,6 +21,7 @@ from torch import nn
 from airllm import layer_layout, skeleton, streaming
 from airllm.airllm_base import AirLLMBaseModel
 from airllm.checkpoint import CheckpointIndex, TensorReader
+from airllm.dense_budget import plan_dense
 from airllm.errors import CheckpointError
 from airllm.layer_layout import LayerLayout, LayerViews, plan_layers
 from airllm.streaming import LayerStreamer
@@ -469,8 +470,8 @@ def test_the_read_order_is_the_files_order(folder: Path) -> None:
     ("budget", "fit"), [(0, 0), (99, 0), (100, 1), (299, 1), (300, 2), (301, 2), (600, 3), (10**9, 3), ("all", 3)]
 )
 def test_as_many_first_layers_as_fit_stay(budget: int | str, fit: int) -> None:
-    layouts = [layer_layout.LayerLayout("", (), (), size, ()) for size in (100, 200, 300)]
-    assert streaming._how_many_fit(layouts, budget) == fit
+    sizes = (100, 200, 300)
+    assert plan_dense(sizes, budget).resident == fit
 
 
 def test_what_follows_wraps_round_to_the_next_token() -> None:

@@ -37,6 +37,7 @@ ORDER = (
     "split_writer",
     "split_originals",
     "layer_files",
+    "dense_budget",
     "layer_layout",
     "layer_watch",
     "phimoe_rope",
@@ -69,6 +70,7 @@ ORDER = (
     "phimoe_step",
     "decode_step",
     "profiler",
+    "dense_weights",
     "guard",
     "slot_backend",
     "airllm_base",
@@ -83,7 +85,7 @@ ORDER = (
 )
 
 # Rooms that decide and hold no tensors: they are tested anywhere, and fast.
-WITHOUT_TORCH = ("errors", "experts.budget", "experts.policy", "experts.plan", "experts.stats")
+WITHOUT_TORCH = ("errors", "dense_budget", "experts.budget", "experts.policy", "experts.plan", "experts.stats")
 # Rooms that own a dependency.
 ONLY_USER = {"huggingface_hub": ("locate",), "bitsandbytes": ("compression",), "typer": ("cli",)}
 
