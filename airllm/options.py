@@ -111,7 +111,7 @@ def parse_options(model_name_or_path: str | os.PathLike[str], **keywords: Any) -
     backend = _backend(given.get("expert_cache_backend"))
     compression = _choice("compression", given.get("compression"), COMPRESSIONS)
     cache_bytes = _expert_cache_bytes(backend, given.get("expert_cache_gb"))
-    resident_bytes = _resident_bytes(given.get("resident_gb"), left_out="all" if backend == "slot" else 0)
+    resident_bytes = resident_gb_bytes(given.get("resident_gb"), left_out="all" if backend == "slot" else 0)
     if backend == "slot":
         _refuse_beside_slots(compression, given)
     flags = {name: _flag(name, given.get(name), default) for name, default in _FLAGS.items()}
@@ -259,7 +259,8 @@ def _gib_to_bytes(name: str, value: Any) -> int:
     return int(gib * GIB)
 
 
-def _resident_bytes(value: Any, left_out: int | str) -> int | str:
+def resident_gb_bytes(value: Any, left_out: int | str = 0) -> int | str:
+    """``resident_gb`` as a number of bytes or "all". Raises OptionError for anything else."""
     if value is None:
         return left_out
     if isinstance(value, str):

@@ -79,6 +79,7 @@ ORDER = (
     "auto_model",
     "token_clock",
     "inspect_model",
+    "inspect_text",
     "demo",
     "cli",
     "__main__",
