@@ -23,8 +23,7 @@ from airllm.airllm_base import AirLLMBaseModel
 from airllm.checkpoint import CheckpointIndex, TensorReader
 from airllm.dense_budget import plan_dense
 from airllm.errors import CheckpointError
-from airllm.layer_layout import LayerLayout, LayerViews, plan_layers
-from airllm.streaming import LayerStreamer
+from airllm.layer_layout import plan_layers
 from airllm.weight_map import build_weight_map
 
 LAYERS = 7
@@ -35,27 +34,8 @@ class Stop(Exception):
 
 
 @pytest.fixture(autouse=True)
-def poison(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    """Bytes of 0xFF are NaN in every floating type."""
-    read, leave = LayerStreamer._read_pieces, LayerStreamer.leave
-
-    def poisoned_read(self: LayerStreamer, layout: LayerLayout, views: LayerViews) -> None:
-        for tensor in views.flat.values():
-            tensor.view(torch.uint8).fill_(0xFF)
-        read(self, layout, views)
-
-    def poisoned_leave(self: LayerStreamer) -> None:
-        if self._current is not None:
-            self._blocks[self._current[1]].fill_(0xFF)
-            self._holds[self._current[1]] = None
-        leave(self)
-
-    monkeypatch.setattr(LayerStreamer, "_read_pieces", poisoned_read)
-    monkeypatch.setattr(LayerStreamer, "leave", poisoned_leave)
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(before)
+def poison(poisoned_blocks: None) -> None:
+    """See conftest."""
 
 
 @pytest.fixture(params=[True, False], ids=["prefetch", "no-prefetch"])
