@@ -73,7 +73,7 @@ def describe_streaming(found: Inspection, plan: DensePlan, link_bytes_per_s: flo
     else:
         stays, moved = f"{plan.resident} of {len(plan.layers)} layers stay, ", plan.moved_bytes
     if not moved:
-        return ["  streaming       every layer stays: nothing is streamed"] if stays else []
+        return ["  streaming       every layer has memory of its own: nothing crosses the link"] if stays else []
     rate = link_bytes_per_s / moved
     return [f"  streaming       {stays}{gib(moved)} a token; {link_bytes_per_s / 1e9:g} GB/s allow {rate:.3g} tokens/s"]
 
