@@ -69,6 +69,13 @@ def plan_dense(layers: Sequence[int], resident_bytes: int | str, prefetch: bool 
     return DensePlan(tuple(layers), resident, ring)
 
 
+def following(streamed: Sequence[int], number: int, count: int) -> tuple[int, ...]:
+    """The next ``count`` streamed layers after ``number``, on into the next token's, never ``number`` itself."""
+    at = streamed.index(number)
+    order = [*streamed[at + 1 :], *streamed[:at]]
+    return tuple(order[: max(count, 0)])
+
+
 def largest_that_fits(layers: Sequence[int], free_bytes: int, prefetch: bool = True) -> DensePlan | None:
     """The plan that keeps most layers within ``free_bytes`` of device memory, None when not even the ring fits."""
     for resident in range(len(layers), -1, -1):

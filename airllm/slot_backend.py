@@ -92,10 +92,7 @@ class SlotBackend:
         dense.assert_loaded()
         layers = streamer or ResidentLayers(model, device)
         self._finish(model, guard.ForwardGuard(layers, self.profiler))
-        if streamer is not None:
-            self._graph_reason = f"{streamer.plan.streamed} decoder layers are streamed: their weights have no fixed addresses"
-        else:
-            self._record_graphs(model, runtime)
+        self._record_graphs(model, runtime)
         if options.expert_cache_engine == "device":
             self._start_engine(model, runtime, layers.watch)
 
@@ -103,7 +100,8 @@ class SlotBackend:
         if self._streamer is None:
             self._start_steps(model, runtime, watch)
             return
-        self._engine_reason = f"{self._graph_reason}; raise resident_gb, or leave it out"
+        streamed = self._streamer.plan.streamed
+        self._engine_reason = f"{streamed} decoder layers are streamed: it needs them on the device, leave resident_gb out"
         log.warning("expert_cache_engine='device': the plain engine serves this model (%s)", self._engine_reason)
 
     def _record_graphs(self, model: PreTrainedModel, runtime: SlotExpertRuntime) -> None:

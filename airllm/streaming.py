@@ -13,8 +13,9 @@ import logging
 import queue
 import threading
 import time
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor, wait
+from contextlib import contextmanager
 from functools import partial
 from typing import Any
 
@@ -22,7 +23,7 @@ import torch
 from torch import nn
 
 from airllm.checkpoint import TensorReader
-from airllm.dense_budget import plan_dense
+from airllm.dense_budget import following, plan_dense
 from airllm.errors import DeviceError
 from airllm.experts.host_memory import HostBlock
 from airllm.experts.transfer import StreamTransfer, SyncTransfer, Transfer
@@ -77,7 +78,7 @@ class LayerStreamer:
         self._resident, ring = self.plan.resident, self.plan.ring
         streamed = list(range(self._resident, len(layers)))
         self._prefetch = prefetch
-        self._next = {n: _following(streamed, n, ring - 1) for n in streamed}
+        self._next = {n: following(streamed, n, ring - 1) for n in streamed}
 
         self._blocks: list[torch.Tensor] = []
         self._ring = ring
@@ -186,11 +187,14 @@ class LayerStreamer:
         block = self._obtain(number)
         self._transfer.wait(block)
         self._current = (number, block)
+        self._install(number, block)
+        if self._prefetch:
+            self._read_ahead(number, block)
+
+    def _install(self, number: int, block: int) -> None:
         for place, parameter in zip(self._layouts[number].places, self._parameters_in(number, block), strict=True):
             for owner, attribute in place.owners:
                 owner._parameters[attribute] = parameter
-        if self._prefetch:
-            self._read_ahead(number, block)
 
     def leave(self) -> None:
         """Put the installed layer, if there is one, back on meta; its block may then be filled anew."""
@@ -314,6 +318,25 @@ class LayerStreamer:
 
     # --- what others ask ----------------------------------------------------------------------------------------------
 
+    @property
+    def current_block(self) -> int | None:
+        """The block of the ring that the layer that runs lies in."""
+        return None if self._current is None else self._current[1]
+
+    def blocks_of(self, number: int) -> range:
+        """The blocks that layer ``number`` may come to lie in; none when it stays."""
+        return range(self._ring if number >= self._resident else 0)
+
+    @contextmanager
+    def lying_in(self, number: int, block: int) -> Iterator[None]:
+        """Inside, layer ``number`` has its parameters in ``block``, all zeros. Only before the first forward."""
+        self._blocks[block].zero_()
+        self._install(number, block)
+        try:
+            yield
+        finally:
+            _put_on_meta(self._layouts[number])
+
     def ring_addresses(self) -> set[int]:
         """Addresses of the blocks that layers pass through: what lies there does not stay."""
         return {block.untyped_storage().data_ptr() for block in self._blocks}
@@ -361,13 +384,6 @@ def _put_on_meta(layout: LayerLayout) -> None:
     for place in layout.places:
         for owner, attribute in place.owners:
             owner._parameters[attribute] = place.on_meta
-
-
-def _following(streamed: Sequence[int], number: int, count: int) -> tuple[int, ...]:
-    """The next ``count`` streamed layers after ``number``, on into the next token's, never ``number`` itself."""
-    at = streamed.index(number)
-    order = [*streamed[at + 1 :], *streamed[:at]]
-    return tuple(order[: max(count, 0)])
 
 
 def _run_now(function: Callable[..., None], *args: Any) -> Future[None]:

@@ -18,10 +18,10 @@ import pytest
 import torch
 from torch import nn
 
-from airllm import layer_layout, skeleton, streaming
+from airllm import layer_layout, skeleton
 from airllm.airllm_base import AirLLMBaseModel
 from airllm.checkpoint import CheckpointIndex, TensorReader
-from airllm.dense_budget import plan_dense
+from airllm.dense_budget import following, plan_dense
 from airllm.errors import CheckpointError
 from airllm.layer_layout import plan_layers
 from airllm.weight_map import build_weight_map
@@ -455,10 +455,10 @@ def test_as_many_first_layers_as_fit_stay(budget: int | str, fit: int) -> None:
 
 
 def test_what_follows_wraps_round_to_the_next_token() -> None:
-    assert streaming._following([2, 3, 4, 5], 4, 2) == (5, 2)
-    assert streaming._following([2, 3], 2, 2) == (3,)
-    assert streaming._following([2], 2, 2) == ()
-    assert streaming._following([0, 1, 2], 1, 0) == ()
+    assert following([2, 3, 4, 5], 4, 2) == (5, 2)
+    assert following([2, 3], 2, 2) == (3,)
+    assert following([2], 2, 2) == ()
+    assert following([0, 1, 2], 1, 0) == ()
 
 
 def test_closing_ends_the_threads_and_may_be_repeated(folder: Path) -> None:
