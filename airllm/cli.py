@@ -185,6 +185,8 @@ def cost(model: Any, tokens: int, seconds: float) -> str:
         looked_up = stats["hits"] + stats["misses"]
         line += f"; {stats['slot_count']} slots, hit rate {stats['hits'] / max(1, looked_up):.2f}"
         line += f", {stats['h2d_bytes'] / GIB:.3f} GiB of experts moved"
+        if stats["dense_streamed_bytes"]:
+            line += f", {stats['dense_streamed_bytes'] / GIB:.3f} GiB of dense weights streamed for each token"
     return line
 
 

@@ -46,7 +46,7 @@ def speaking(tmp_path_factory):
     from transformers import PreTrainedTokenizerFast
 
     folder = tmp_path_factory.mktemp("speaking")
-    build(folder, replace(TINY, layers=3), "float16")
+    build(folder, TINY, "float16")
     alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
     tokenizer = Tokenizer(models.BPE(vocab={sign: number for number, sign in enumerate(alphabet, 3)}, merges=[]))
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
@@ -149,7 +149,7 @@ def test_inspect_counts_the_same_experts_in_files_that_stack_them(tmp_path, spea
     for path in sorted(speaking.glob("*.safetensors")):
         merged |= load_file(path)
     stacked = {name: tensor for name, tensor in merged.items() if ".experts." not in name}
-    for layer in range(3):
+    for layer in range(TINY.layers):
         stem = f"model.layers.{layer}.block_sparse_moe.experts."
         first, second, third = (
             torch.stack([merged[f"{stem}{expert}.w{number}.weight"] for expert in range(TINY.experts)]) for number in (1, 2, 3)
@@ -355,6 +355,7 @@ def test_generate_prints_what_transformers_would(speaking, way):
     assert result.stdout.rstrip("\n") == expected.rstrip("\n")
     assert "tokens in" in result.stderr
     assert ("hit rate" in result.stderr) is bool(way)
+    assert ("dense weights streamed" in result.stderr) is (way == HELD)
 
 
 @pytest.mark.parametrize(

@@ -554,17 +554,17 @@ def test_a_delay_on_any_stream_changes_nothing(where: str, folder_of: Callable[[
 
 @gpu
 def test_the_gpu_holds_embeddings_head_what_stays_three_layers_slots_and_little_more(checkpoint: Checkpoint) -> None:
-    sizes = {"hidden_size": 512, "head_dim": 64, "num_attention_heads": 16, "moe_intermediate_size": 256}
+    sizes = {"hidden_size": 1024, "head_dim": 64, "num_attention_heads": 64}
     folder = checkpoint("qwen3_moe", num_hidden_layers=LAYERS, **sizes)
-    torch.cuda.empty_cache()
-    torch.cuda.reset_peak_memory_stats()
-    before = torch.cuda.memory_allocated()
-    with load(folder, 5, device="cuda:0") as model:
-        plan, stats = model._streamer.plan, model.get_expert_cache_stats()
-        outside = inspect_folder(folder).rest_bytes
-        families.greedy(model, torch.randint(3, 250, (1, 20), device="cuda:0"), 6)
-        peak = torch.cuda.max_memory_allocated() - before
+    outside = inspect_folder(folder).rest_bytes
+    spare = 4 * 2**20  # activations, and what each allocation is rounded up by
+    for _ in range(2):  # in the first turn the matrix libraries take their workspaces, for good
+        torch.cuda.reset_peak_memory_stats()
+        before = torch.cuda.memory_allocated()
+        with load(folder, 5, device="cuda:0") as model:
+            plan, stats = model._streamer.plan, model.get_expert_cache_stats()
+            families.greedy(model, torch.randint(3, 250, (1, 20), device="cuda:0"), 6)
+            peak = torch.cuda.max_memory_allocated() - before
     held = outside + plan.resident_bytes + 3 * max(plan.layers) + stats["capacity_bytes"] + stats["scratch_bytes"]
-    workspace = 16 * 2**20  # activations, the libraries' own, and what each allocation is rounded up by
-    assert sum(plan.layers) > 2 * workspace, "a layer too many must show"
-    assert peak <= held + workspace
+    assert min(plan.layers) > spare, "a layer too many must show"
+    assert peak <= held + spare

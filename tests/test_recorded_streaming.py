@@ -203,10 +203,16 @@ def test_a_dropped_model_is_freed_without_the_collector(make: Make, built: list[
     gc.collect()
     gc.disable()
     try:
-        model.close()
-        assert not any("forward" in vars(layer) for layer in layers_of(model))
         built.clear()
-        del model
+        del model  # not closed
         assert [reference() for reference in seen] == [None, None, None]
     finally:
         gc.enable()
+
+
+def test_what_was_recorded_goes_when_the_model_is_closed(make: Make) -> None:
+    model = make()
+    layers = layers_of(model)
+    assert all("forward" in vars(layer) for layer in layers)
+    model.close()
+    assert not any("forward" in vars(layer) for layer in layers)
