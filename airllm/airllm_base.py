@@ -14,24 +14,15 @@ from transformers import AutoTokenizer, GenerationConfig, PretrainedConfig, PreT
 from airllm import guard
 from airllm.checkpoint import CheckpointIndex, TensorReader, has_bin_weights
 from airllm.compression import open_compressed
+from airllm.dense_weights import DenseWeights, dense_resident_bytes
 from airllm.errors import CheckpointError, UnsupportedModelError
 from airllm.layer_files import find_or_create_split, split_folder
 from airllm.locate import locate
 from airllm.options import DEFAULT_DEVICE, Options, parse_options
-from airllm.profiler import LayeredProfiler, progress_bar
+from airllm.profiler import LayeredProfiler
 from airllm.quantised import quantisation_of
-from airllm.skeleton import (
-    assert_no_meta,
-    build_skeleton,
-    decoder_layers,
-    load_config,
-    load_resident,
-    move_buffers,
-    resolve_dtype,
-    tie_weights,
-)
+from airllm.skeleton import build_skeleton, decoder_layers, load_config, resolve_dtype
 from airllm.slot_backend import SlotBackend
-from airllm.streaming import LayerStreamer
 from airllm.weight_map import WeightMap, build_weight_map
 
 log = logging.getLogger(__name__)
@@ -41,7 +32,8 @@ _TOKENIZER_FILES = ("tokenizer*", "vocab*", "merges*", "spiece*", "sentencepiece
 
 class AirLLMBaseModel(SlotBackend):
     """A causal language model whose decoder layers pass through the device one at a time, or, with
-    ``expert_cache_backend="slot"``, whose dense weights stay there and whose experts live in slots.
+    ``expert_cache_backend="slot"``, whose experts live in slots and whose dense weights stay there as far as ``resident_gb``
+    reaches.
 
     ``generate``, ``forward`` and calling it do what the transformers model ``self.model`` does. One call runs at a
     time; calls from other threads wait. Attributes that this class does not have are those of ``self.model``.
@@ -151,23 +143,14 @@ class AirLLMBaseModel(SlotBackend):
 
     def _load_streamed(self) -> None:
         """Build the model, read what stays on the device, and let the decoder layers stream."""
-        options = self.options
-        model, weight_map, reader = self._build(options.experts_implementation, options.trust_remote_code)
-        prefix, layers = decoder_layers(model)
-        streamer = LayerStreamer(
-            model,
-            layers,
-            weight_map,
-            reader,
-            options.device,
-            resident_bytes=options.resident_bytes,
-            prefetch=options.prefetching,
-            pin_memory=options.pin_memory,
-        )
-        self._load_the_rest(model, weight_map, reader, streamer, prefix)
+        model, weight_map, reader = self._build(self.options.experts_implementation, self.options.trust_remote_code)
+        dense = DenseWeights(model, weight_map, reader, self.options)
+        streamer = dense.streamer
+        assert streamer is not None
         self._resources.callback(streamer.close)
-        with progress_bar("reading the layers that stay", streamer.resident_layer_bytes) as progress:
-            streamer.start(progress)
+        dense.require_room()
+        dense.load("reading embeddings and head")
+        dense.assert_loaded()
         self._reader, self._streamer = reader, streamer
         self._finish(model, guard.ForwardGuard(streamer, self.profiler))
 
@@ -210,24 +193,6 @@ class AirLLMBaseModel(SlotBackend):
         if options.compression is None:
             return CheckpointIndex.open(self.checkpoint_path), TensorReader()
         return open_compressed(self.checkpoint_path, dtype=options.dtype)
-
-    def _load_the_rest(
-        self,
-        model: PreTrainedModel,
-        weight_map: WeightMap,
-        reader: TensorReader,
-        streamer: LayerStreamer,
-        prefix: str,
-    ) -> None:
-        """Everything that is not streamed: embeddings, final norm, head, buffers."""
-        targets = weight_map.targets()
-        names = [name for name in (*targets, *weight_map.missing) if name not in streamer.names]
-        total = sum(targets[name].nbytes for name in names if name in targets)
-        with progress_bar("reading embeddings and head", total) as progress:
-            load_resident(model, weight_map, names, reader, self.options.device, progress)
-        tie_weights(model)
-        move_buffers(model, self.options.device)
-        assert_no_meta(model, except_under=(prefix,))
 
     def _finish(self, model: PreTrainedModel, forward_guard: guard.ForwardGuard) -> None:
         """The last steps of `_load`: guard the forward, and fix the model where it is."""
@@ -323,13 +288,15 @@ class AirLLMBaseModel(SlotBackend):
 
     def get_stream_stats(self) -> dict[str, Any]:
         """What was read and moved since loading, and the sizes of what is held. Bytes and seconds; all measured."""
-        if self._runtime is not None:
-            raise UnsupportedModelError("nothing is streamed with the slot backend: see get_expert_cache_stats()")
-        parameters = {p.data_ptr(): p.nbytes for p in self.model.parameters() if not p.is_meta}
+        if self._streamer is None:
+            raise UnsupportedModelError(
+                "nothing is streamed: all dense weights stay on the device (resident_gb) beside the slots, see "
+                "get_expert_cache_stats()"
+            )
         return {
             "bytes_read": self._reader.bytes_read,
             "reads": self._reader.reads,
-            "dense_resident_bytes": sum(parameters.values()),
+            "dense_resident_bytes": dense_resident_bytes(self.model, self._streamer),
             "device_bytes": _allocated_bytes(self.device),
             **self._streamer.stats(),
         }

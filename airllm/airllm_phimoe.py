@@ -40,7 +40,8 @@ class AirLLMPhiMoE(AirLLMBaseModel):
         if self.options.device.type != "cuda":
             self._graph_reason = "graphs need a CUDA or ROCm device"
             return
-        self._graph_reason, remove = record_decode(model, runtime, [layer for _, layer in decoder_layers(model)[1]])
+        layers = [layer for _, layer in decoder_layers(model)[1]]
+        self._graph_reason, remove = record_decode(model, runtime, layers, self._streamer)
         self._resources.callback(remove)
 
     def _finish(self, model: PreTrainedModel, forward_guard: guard.ForwardGuard) -> None:

@@ -16,6 +16,7 @@ import airllm
 from airllm.errors import AirLLMError, OptionError
 
 GIB = 2**30
+RESIDENT_HELP = "How much of the decoder layers stays on the device; beside slots, of their dense weights [default there: all]"
 
 app = typer.Typer(
     name="airllm",
@@ -32,8 +33,9 @@ Start here:
 \b
 Two ways to run a model:
   streaming (default)  one layer at a time goes to the device; any causal language model
-  slots                for PhiMoE models: dense weights stay on the device, experts
-                       are cached in a fixed number of slots (--expert-cache-gb)
+  slots                for mixtures of experts: dense weights stay on the device
+                       (--resident-gb says how much of them), experts are cached
+                       in a fixed number of slots (--expert-cache-gb)
 """,
 )
 
@@ -111,7 +113,7 @@ Examples:
   airllm generate ./Phi-tiny-MoE-instruct --prompt "Why?" --expert-cache-gb 0.75 --stream
   airllm generate ./Mixtral --prompt "Why?" --device cuda:1 --dtype float16
 \b
-With --expert-cache-gb (a number of GiB, or auto) a PhiMoE model runs on slots;
+With --expert-cache-gb (a number of GiB, or auto) a mixture of experts runs on slots;
 without it any model is streamed layer by layer. `airllm inspect` says which budget fits.
 """
 )
@@ -122,6 +124,7 @@ def generate(
     expert_cache_gb: Annotated[
         str | None, typer.Option(metavar="GIB|auto", help="Run on slots, with this much device memory for experts.")
     ] = None,
+    resident_gb: Annotated[str | None, typer.Option(metavar="GIB|all", help=RESIDENT_HELP)] = None,
     stream: Annotated[bool, typer.Option("--stream", help="Print the text as it is made.")] = False,
     device: Annotated[str | None, typer.Option(help="cuda:0, cuda:1, cpu, ... [default: cuda:0]")] = None,
     dtype: Annotated[str | None, typer.Option(help="float16, bfloat16, float32 [default: the checkpoint's]")] = None,
@@ -135,18 +138,22 @@ def generate(
     with plain_errors():
         require_text(prompt)
         if expert_cache_gb is not None:
-            options |= {"expert_cache_backend": "slot", "expert_cache_gb": parse_budget(expert_cache_gb)}
+            budget = parse_gib("--expert-cache-gb", expert_cache_gb, "auto")
+            options |= {"expert_cache_backend": "slot", "expert_cache_gb": budget}
+        if resident_gb is not None:
+            options["resident_gb"] = parse_gib("--resident-gb", resident_gb, "all")
         with airllm.AutoModel.from_pretrained(model, **options) as loaded:
             answer(loaded, prompt, max_new_tokens, stream)
 
 
-def parse_budget(text: str) -> float | str:
-    if text.strip().lower() == "auto":
-        return "auto"
+def parse_gib(option: str, text: str, word: str) -> float | str:
+    """A number of GiB, or the one word that the option takes instead."""
+    if text.strip().lower() == word:
+        return word
     try:
         return float(text)
     except ValueError:
-        raise OptionError(f"--expert-cache-gb takes a number of GiB or auto, got {text!r}") from None
+        raise OptionError(f"{option} takes a number of GiB or {word}, got {text!r}") from None
 
 
 def require_text(prompt: str) -> None:
@@ -178,6 +185,8 @@ def cost(model: Any, tokens: int, seconds: float) -> str:
         looked_up = stats["hits"] + stats["misses"]
         line += f"; {stats['slot_count']} slots, hit rate {stats['hits'] / max(1, looked_up):.2f}"
         line += f", {stats['h2d_bytes'] / GIB:.3f} GiB of experts moved"
+        if stats["dense_streamed_bytes"]:
+            line += f", {stats['dense_streamed_bytes'] / GIB:.3f} GiB of dense weights streamed for each token"
     return line
 
 
@@ -187,6 +196,7 @@ Examples:
   airllm inspect ./Phi-tiny-MoE-instruct
   airllm inspect ./Phi-tiny-MoE-instruct --expert-cache-gb 0.75 --link-gbs 55
   airllm inspect ./Phi-tiny-MoE-instruct --vram-gb 4
+  airllm inspect ./Phi-tiny-MoE-instruct --vram-gb 2 --resident-gb 0.4
 \b
 --link-gbs is what your link really moves, in 10^9 bytes a second: about 6 for PCIe 3 x8
 or 4 x4, 12 for PCIe 3 x16, 25 for PCIe 4 x16, 55 for PCIe 5 x16.
@@ -197,6 +207,7 @@ def inspect(
     folder: Annotated[Path, typer.Argument(metavar="PATH", help="Checkpoint folder.")],
     expert_cache_gb: Annotated[float | None, typer.Option(min=0, help="Slots of this budget, in GiB.")] = None,
     vram_gb: Annotated[float | None, typer.Option(min=0, help="Slots that fit an empty card of this many GiB.")] = None,
+    resident_gb: Annotated[str | None, typer.Option(metavar="GIB|all", help=RESIDENT_HELP)] = None,
     link_gbs: Annotated[float, typer.Option(min=0.001, help="Host to device, in 10^9 bytes a second.")] = 25.0,
     max_seq_len: Annotated[int, typer.Option(min=1, help="Tokens the KV cache must hold, for --vram-gb.")] = 512,
 ) -> None:
@@ -204,7 +215,9 @@ def inspect(
 
     Reads config.json and the headers of the weight files, no weights. Nothing is loaded and no GPU is touched.
     """
-    from airllm.inspect_model import describe, inspect_folder
+    from airllm.inspect_model import inspect_folder
+    from airllm.inspect_text import describe
+    from airllm.options import resident_gb_bytes
 
     if expert_cache_gb is not None and vram_gb is not None:
         raise typer.BadParameter("give --expert-cache-gb or --vram-gb, not both")
@@ -212,7 +225,8 @@ def inspect(
         found = inspect_folder(folder)
         budget = None if expert_cache_gb is None else int(expert_cache_gb * GIB)
         card = None if vram_gb is None else int(vram_gb * GIB)
-        for line in describe(found, budget, card, link_gbs * 1e9, max_seq_len):
+        resident = None if resident_gb is None else resident_gb_bytes(parse_gib("--resident-gb", resident_gb, "all"))
+        for line in describe(found, budget, card, link_gbs * 1e9, max_seq_len, resident):
             typer.echo(line)
 
 

@@ -1,4 +1,4 @@
-"""What `airllm inspect` says about a checkpoint folder: sizes, slots, and what a link allows. Arithmetic only.
+"""What `airllm inspect` knows about a checkpoint folder: sizes, slots, and what a link allows. Arithmetic only.
 
 Reads config.json and the safetensors headers, and asks the model itself, built on meta, what its experts are: no weights, no
 device.
@@ -9,20 +9,24 @@ from __future__ import annotations
 import json
 import re
 from collections import Counter
-from collections.abc import Iterable, Mapping
+from collections.abc import Collection, Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from transformers import PreTrainedModel
+
 from airllm.auto_model import model_class
 from airllm.checkpoint import CheckpointIndex
+from airllm.dense_budget import DensePlan, largest_that_fits, resident_gib
 from airllm.errors import BudgetError, CheckpointError, UnsupportedModelError
-from airllm.experts.assembly import RESERVE_BYTES
-from airllm.experts.budget import GIB, SCRATCH_SLOTS, SlotPlan, auto_budget_bytes, plan_slots
+from airllm.experts.assembly import RESERVE_BYTES, kv_cache_bytes
+from airllm.experts.budget import SCRATCH_SLOTS, SlotPlan, plan_slots
 from airllm.experts.layout import ModelLayout
+from airllm.layer_layout import plan_layers
 from airllm.quantised import quantisation_of
-from airllm.skeleton import build_skeleton, load_config, resolve_dtype
-from airllm.weight_map import build_weight_map
+from airllm.skeleton import build_skeleton, decoder_layers, load_config, resolve_dtype
+from airllm.weight_map import WeightMap, build_weight_map
 
 _LAYER_NAME = re.compile(r"(?:^|\.)(?:layers|h|blocks)\.\d+\.")
 _EMBEDDING_NAME = re.compile(r"(?:^|\.)(?:embed_tokens|wte|embed_in)\.weight$")
@@ -51,7 +55,11 @@ class ExpertSizes:
 
 @dataclass(frozen=True)
 class Inspection:
-    """A checkpoint as its config and headers describe it. Without `experts`, `no_slots` says why slots cannot serve it."""
+    """A checkpoint as its config and headers describe it. Without `experts`, `no_slots` says why slots cannot serve it.
+
+    `dense_layers`: bytes of each decoder layer without what slots would hold, in the dtype that the model is loaded in;
+    `rest_bytes` lie outside the layers.
+    """
 
     folder: Path
     model_type: str
@@ -69,6 +77,8 @@ class Inspection:
     layer_bytes: int
     embedding_bytes: int
     dense_bytes: int
+    dense_layers: tuple[int, ...]
+    rest_bytes: int
     experts: ExpertSizes | None
     no_slots: str = ""
 
@@ -110,7 +120,7 @@ def inspect_folder(folder: str | Path) -> Inspection:
         dtypes[str(entry.dtype).removeprefix("torch.")] += entry.nbytes
         item_bytes[entry.dtype.itemsize] += entry.nbytes
     bytes_per_value = item_bytes.most_common(1)[0][0] if item_bytes else 2
-    dense_bytes, experts, no_slots = _slots(root, index)
+    weights = _weights(root, index)
     window = text.get("sliding_window") if text.get("use_sliding_window", True) else None
     return Inspection(
         folder=root,
@@ -120,7 +130,6 @@ def inspect_folder(folder: str | Path) -> Inspection:
         hidden=first_int(text, ("hidden_size", "n_embd", "d_model")),
         vocabulary=first_int(text, ("vocab_size",)),
         bytes_per_value=bytes_per_value,
-        kv_bytes_per_token=kv_bytes_per_token(text, bytes_per_value),
         sliding_window=int(window) if window else None,
         files=len(index.files),
         tensors=len(index),
@@ -128,28 +137,40 @@ def inspect_folder(folder: str | Path) -> Inspection:
         total_bytes=index.total_bytes,
         layer_bytes=sum(e.nbytes for e in index.values() if _LAYER_NAME.search(e.name)),
         embedding_bytes=sum(e.nbytes for e in index.values() if _EMBEDDING_NAME.search(e.name)),
-        dense_bytes=dense_bytes,
-        experts=experts,
-        no_slots=no_slots,
+        **{"kv_bytes_per_token": kv_bytes_per_token(text, bytes_per_value), **weights},
     )
 
 
-def _slots(root: Path, index: CheckpointIndex) -> tuple[int, ExpertSizes | None, str]:
-    """Bytes of the dense weights, the experts, and why slots cannot serve the model.
+def _weights(root: Path, index: CheckpointIndex) -> dict[str, Any]:
+    """The fields of `Inspection` that the model itself tells.
 
     Raises WeightMapError when tensors are missing or have other shapes than the model's.
     """
+    known: dict[str, Any] = {"dense_bytes": index.total_bytes, "dense_layers": (), "rest_bytes": 0, "experts": None}
     try:
         config = load_config(root)
         dtype = resolve_dtype(None, config, index)
         model = build_skeleton(config, dtype=dtype)
-        targets = build_weight_map(model, index, dtype=dtype, quantisation=quantisation_of(config)).targets()
+        weight_map = build_weight_map(model, index, dtype=dtype, quantisation=quantisation_of(config))
+        known |= _dense(model, weight_map, ())
         found = model_class(config).experts_of(model)
     except UnsupportedModelError as error:
-        return index.total_bytes, None, str(error)
-    names, layout = found.parameter_names(), found.layout
-    dense = sum(spec.nbytes for name, spec in targets.items() if name not in names)
-    return dense, _sizes(found.top_k, layout), ""
+        return {**known, "no_slots": str(error)}
+    names = found.parameter_names()
+    dense = sum(spec.nbytes for name, spec in weight_map.targets().items() if name not in names)
+    return {
+        "dense_bytes": dense,
+        "experts": _sizes(found.top_k, found.layout),
+        "kv_bytes_per_token": kv_cache_bytes(config, 1, found.layout),
+        **_dense(model, weight_map, names),
+    }
+
+
+def _dense(model: PreTrainedModel, weight_map: WeightMap, in_slots: Collection[str]) -> dict[str, Any]:
+    layouts = plan_layers(model, decoder_layers(model)[1], weight_map, in_slots)
+    elsewhere = {place.spec.name for layout in layouts for place in layout.places}.union(in_slots)
+    rest = sum(spec.nbytes for name, spec in weight_map.targets().items() if name not in elsewhere)
+    return {"dense_layers": tuple(layout.nbytes for layout in layouts), "rest_bytes": rest}
 
 
 def _sizes(top_k: int, layout: ModelLayout) -> ExpertSizes:
@@ -209,24 +230,51 @@ def require_experts(inspection: Inspection) -> ExpertSizes:
     return inspection.experts
 
 
-def budget_for_card(inspection: Inspection, vram_bytes: int, max_seq_len: int) -> int:
-    """Bytes left for slots on an empty card of `vram_bytes`, by the rule of expert_cache_gb="auto"."""
+def beside_slots(inspection: Inspection, max_seq_len: int) -> dict[str, int]:
+    """What a card holds beside dense weights and slots, by the rule of expert_cache_gb="auto": name -> bytes."""
+    return {
+        f"KV cache for {max_seq_len} tokens": inspection.kv_bytes(max_seq_len),
+        "activations": inspection.workspace_bytes(max_seq_len),
+        "driver context": CONTEXT_BYTES,
+        "reserve": RESERVE_BYTES,
+        "scratch slots": SCRATCH_SLOTS * require_experts(inspection).expert_bytes,
+    }
+
+
+def budget_for_card(inspection: Inspection, dense: DensePlan, vram_bytes: int, max_seq_len: int) -> int:
+    """Bytes left for slots on an empty card of `vram_bytes`.
+
+    Raises BudgetError, with the --resident-gb that would do, when they hold less than one token's experts in one layer.
+    """
     experts = require_experts(inspection)
-    return auto_budget_bytes(
-        free_bytes=vram_bytes - CONTEXT_BYTES - inspection.dense_bytes,
-        kv_cache_bytes=inspection.kv_bytes(max_seq_len),
-        workspace_bytes=inspection.workspace_bytes(max_seq_len),
-        reserve_bytes=RESERVE_BYTES,
-        scratch_bytes=SCRATCH_SLOTS * experts.expert_bytes,
+    beside = sum(beside_slots(inspection, max_seq_len).values())
+    left = vram_bytes - beside - inspection.rest_bytes
+    budget = left - dense.device_bytes
+    one_token_bytes = experts.top_k * experts.expert_bytes
+    if budget >= one_token_bytes:
+        return budget
+    best = largest_that_fits(inspection.dense_layers, left - one_token_bytes)
+    remedy = (
+        f"--resident-gb {resident_gib(best):g} would do: {best.resident} of {len(best.layers)} layers stay, and "
+        f"{best.moved_bytes} B a token are streamed"
+        if best is not None
+        else "even --resident-gb 0 does not fit; the model can be streamed instead"
+    )
+    raise BudgetError(
+        f"a card of {vram_bytes} B is {one_token_bytes - budget} B too small for slots: beside dense weights, KV cache for "
+        f"{max_seq_len} tokens and workspace it must hold {one_token_bytes} B for {experts.top_k} experts (one token in one "
+        f"layer); {remedy}"
     )
 
 
-def slot_outlook(experts: ExpertSizes, budget_bytes: int, link_bytes_per_s: float) -> SlotOutlook:
-    """Slots of a budget, and the tokens a second that the link allows.
+def slot_outlook(
+    experts: ExpertSizes, budget_bytes: int, link_bytes_per_s: float, streamed_bytes: int = 0
+) -> SlotOutlook:
+    """Slots of a budget, and the tokens a second that the link allows when `streamed_bytes` of dense weights cross it too.
 
     The estimate takes routing to be uniform and the slots to be shared evenly, so that a fraction slots / experts hits.
-    Real routing repeats itself and does better; a policy that thrashes does worse. It is None when nothing is missed:
-    then the link is no limit.
+    Real routing repeats itself and does better; a policy that thrashes does worse. It is None when nothing crosses
+    the link: then that is no limit.
 
     Raises BudgetError for a budget below one token's experts in one layer.
     """
@@ -238,13 +286,13 @@ def slot_outlook(experts: ExpertSizes, budget_bytes: int, link_bytes_per_s: floa
     )
     token_bytes = experts.per_token * experts.expert_bytes
     hit_rate = plan.slots / experts.total_experts
-    missed = token_bytes * (1 - hit_rate)
+    moved = token_bytes * (1 - hit_rate) + streamed_bytes
     return SlotOutlook(
         plan=plan,
         per_token=experts.per_token,
         uniform_hit_rate=hit_rate,
-        tokens_per_s_all_missed=link_bytes_per_s / token_bytes,
-        tokens_per_s_estimated=link_bytes_per_s / missed if missed > 0 else None,
+        tokens_per_s_all_missed=link_bytes_per_s / (token_bytes + streamed_bytes),
+        tokens_per_s_estimated=link_bytes_per_s / moved if moved > 0 else None,
     )
 
 
@@ -252,99 +300,3 @@ def telling_budgets(experts: ExpertSizes) -> list[int]:
     """Budgets worth a row when the user named none: one layer's experts of a token, T, 2 T, and every expert."""
     slots = {experts.top_k, experts.per_token, 2 * experts.per_token, experts.total_experts}
     return [count * experts.expert_bytes for count in sorted(slots) if count <= experts.total_experts]
-
-
-def stream_tokens_per_s(inspection: Inspection, link_bytes_per_s: float) -> float | None:
-    """Tokens a second that the link allows when every layer crosses it for each token."""
-    return link_bytes_per_s / inspection.layer_bytes if inspection.layer_bytes else None
-
-
-def gib(nbytes: float) -> str:
-    """Bytes for a person: 10.5 MiB, 5.25 GiB."""
-    return f"{nbytes / GIB:.3g} GiB" if nbytes >= GIB else f"{nbytes / 2**20:.3g} MiB"
-
-
-def describe(
-    found: Inspection, budget_bytes: int | None, vram_bytes: int | None, link_bytes_per_s: float, max_seq_len: int
-) -> list[str]:
-    """The lines that `airllm inspect` prints. A budget or a card makes a dense model an UnsupportedModelError."""
-    lines = describe_files(found, link_bytes_per_s)
-    if found.experts is None and budget_bytes is None and vram_bytes is None:
-        return [*lines, "", f"No slots, the model is streamed layer by layer: {found.no_slots}."]
-    experts = require_experts(found)
-    lines += ["", *describe_experts(experts), ""]
-    if vram_bytes is not None:
-        budget_bytes = budget_for_card(found, vram_bytes, max_seq_len)
-        one_token_bytes = experts.top_k * experts.expert_bytes
-        if budget_bytes < one_token_bytes:
-            raise BudgetError(
-                f"a card of {vram_bytes} B is {one_token_bytes - budget_bytes} B too small for slots: beside dense weights, KV "
-                f"cache for {max_seq_len} tokens and workspace it must hold {one_token_bytes} B for {experts.top_k} experts "
-                f"(one token in one layer); the model can be streamed instead"
-            )
-        lines += describe_card(found, vram_bytes, budget_bytes, max_seq_len)
-    budgets = [budget_bytes] if budget_bytes is not None else telling_budgets(experts)
-    return lines + slot_table([slot_outlook(experts, budget, link_bytes_per_s) for budget in budgets], link_bytes_per_s)
-
-
-def describe_files(found: Inspection, link_bytes_per_s: float) -> list[str]:
-    dtypes = ", ".join(f"{name} {gib(nbytes)}" for name, nbytes in found.dtypes.items())
-    lines = [
-        f"{found.folder}",
-        f"  model type      {found.model_type} ({', '.join(found.architectures) or 'no architecture named'})",
-        f"  layers, hidden  {found.layers}, {found.hidden}",
-        f"  weights         {found.total_bytes} B ({gib(found.total_bytes)}) in {found.tensors} tensors, {found.files} files",
-        f"  dtypes          {dtypes}",
-        f"  dense           {found.dense_bytes} B ({gib(found.dense_bytes)})",
-    ]
-    if found.kv_bytes_per_token is not None:
-        window = f", at most {found.sliding_window} tokens" if found.sliding_window else ""
-        lines.append(f"  KV cache        {found.kv_bytes_per_token} B a token{window}")
-    rate = stream_tokens_per_s(found, link_bytes_per_s)
-    if rate is not None:
-        limit = f"{gib(found.layer_bytes)} a token; {link_bytes_per_s / 1e9:g} GB/s allow {rate:.3g} tokens/s"
-        lines.append(f"  streaming       {limit}")
-    return lines
-
-
-def describe_experts(experts: ExpertSizes) -> list[str]:
-    return [
-        f"  experts         {experts.total_bytes} B ({gib(experts.total_bytes)}) in {experts.total_experts} experts: "
-        f"{experts.moe_layers} layers of {_of_each(experts)}",
-        f"  one expert      {experts.expert_bytes} B ({gib(experts.expert_bytes)})",
-        f"  one token       T = {experts.moe_layers} layers x {experts.top_k} = {experts.per_token} experts, "
-        f"{gib(experts.per_token * experts.expert_bytes)}",
-    ]
-
-
-def _of_each(experts: ExpertSizes) -> str:
-    same = experts.total_experts == experts.moe_layers * experts.experts_per_layer
-    return f"{experts.experts_per_layer}" if same else f"up to {experts.experts_per_layer}"
-
-
-def describe_card(found: Inspection, vram_bytes: int, budget_bytes: int, max_seq_len: int) -> list[str]:
-    parts = {
-        "dense weights": found.dense_bytes,
-        f"KV cache for {max_seq_len} tokens": found.kv_bytes(max_seq_len),
-        "activations": found.workspace_bytes(max_seq_len),
-        "driver context": CONTEXT_BYTES,
-        "reserve": RESERVE_BYTES,
-        "scratch slots": SCRATCH_SLOTS * require_experts(found).expert_bytes,
-    }
-    lines = [f"  card            {gib(vram_bytes)}"]
-    lines += [f"                  - {gib(nbytes)} {name}" for name, nbytes in parts.items()]
-    return [*lines, f"                  = {budget_bytes / GIB:.3f} GiB for slots", ""]
-
-
-def slot_table(outlooks: list[SlotOutlook], link_bytes_per_s: float) -> list[str]:
-    """What the link alone allows; the time of the arithmetic comes on top."""
-    lines = [
-        f"  expert_cache_gb  slots  scratch     T   all missed    uniform routing   (link {link_bytes_per_s / 1e9:g} GB/s)",
-    ]
-    for o in outlooks:
-        estimate = "no misses" if o.tokens_per_s_estimated is None else f"{o.tokens_per_s_estimated:.3g} tok/s"
-        lines.append(
-            f"  {o.plan.budget_bytes / GIB:>15.4f}  {o.plan.slots:>5}  {o.plan.scratch:>7}  {o.plan.slots / o.per_token:>4.2f}"
-            f"  {o.tokens_per_s_all_missed:>5.3g} tok/s  {estimate:>11} at {o.uniform_hit_rate:.2f}"
-        )
-    return lines

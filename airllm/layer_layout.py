@@ -5,7 +5,7 @@ A block holds one whole layer. Parameters lie in the order of the file, so that 
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from dataclasses import dataclass, field
 
 import torch
@@ -95,15 +95,16 @@ class LayerViews:
 
 
 def plan_layers(
-    model: nn.Module, layers: Sequence[tuple[str, nn.Module]], weight_map: WeightMap
+    model: nn.Module, layers: Sequence[tuple[str, nn.Module]], weight_map: WeightMap, without: Collection[str] = ()
 ) -> list[LayerLayout]:
     """One layout a layer, for the parameters that can be streamed.
 
     Left out, and so for the caller to keep on the device: buffers, a parameter that lies in several layers or also
-    outside them, one that the checkpoint does not fill, and one that is converted together with any such tensor.
+    outside them, one that the checkpoint does not fill, one named in ``without``, and one that is converted together with any
+    such tensor.
     """
     names = _names_by_parameter(model)
-    targets = weight_map.targets()
+    targets = {name: spec for name, spec in weight_map.targets().items() if name not in without}
     return [_plan_layer(name, layer, names, targets, weight_map) for name, layer in layers]
 
 

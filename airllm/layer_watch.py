@@ -20,6 +20,7 @@ class StreamCounts:
         self.lock = threading.Lock()  # fills run on several threads
         self.layer_loads = 0
         self.ready = 0  # layers that were there when they were asked for
+        self.filled_bytes = 0  # that came into the blocks of the ring
         self.h2d_bytes = 0
         self.read_s = 0.0
         self.wait_s = 0.0

@@ -58,7 +58,8 @@ DEFAULT_DEVICE: str = _Default("cuda:0")
 class Options:
     """The checked keywords. Sizes are bytes; ``dtype=None`` means the checkpoint's own.
 
-    ``resident_bytes`` is the number of bytes of decoder layers that may stay on the device, or "all".
+    ``resident_bytes`` is the number of bytes of decoder layers (with slots, of their dense weights) that may stay on the
+    device, or "all".
     ``expert_cache_engine`` is who serves decoded tokens from the slots; "auto" is "plain" for now.
     ``expert_cache_policy`` is which expert gives up its slot; "auto" is "aged".
     ``expert_cache_bytes`` is a number of bytes or "auto" with the slot backend, None without it.
@@ -110,9 +111,9 @@ def parse_options(model_name_or_path: str | os.PathLike[str], **keywords: Any) -
     backend = _backend(given.get("expert_cache_backend"))
     compression = _choice("compression", given.get("compression"), COMPRESSIONS)
     cache_bytes = _expert_cache_bytes(backend, given.get("expert_cache_gb"))
-    resident_bytes = _resident_bytes(given.get("resident_gb"))
+    resident_bytes = resident_gb_bytes(given.get("resident_gb"), left_out="all" if backend == "slot" else 0)
     if backend == "slot":
-        _refuse_beside_slots(compression, resident_bytes, given)
+        _refuse_beside_slots(compression, given)
     flags = {name: _flag(name, given.get(name), default) for name, default in _FLAGS.items()}
     device, was_default = _device(given.get("device"), slot=backend == "slot")
     return Options(
@@ -258,9 +259,10 @@ def _gib_to_bytes(name: str, value: Any) -> int:
     return int(gib * GIB)
 
 
-def _resident_bytes(value: Any) -> int | str:
+def resident_gb_bytes(value: Any, left_out: int | str = 0) -> int | str:
+    """``resident_gb`` as a number of bytes or "all". Raises OptionError for anything else."""
     if value is None:
-        return 0
+        return left_out
     if isinstance(value, str):
         if value.strip().lower() == "all":
             return "all"
@@ -288,14 +290,9 @@ def _expert_cache_bytes(backend: str, value: Any) -> int | str | None:
     return size
 
 
-def _refuse_beside_slots(compression: str | None, resident_bytes: int | str, given: dict[str, Any]) -> None:
+def _refuse_beside_slots(compression: str | None, given: dict[str, Any]) -> None:
     if compression is not None:
         raise OptionError(f"compression={compression!r} does not work with expert_cache_backend='slot': leave one out")
-    if resident_bytes != 0:
-        raise OptionError(
-            "resident_gb is for streamed layers; with expert_cache_backend='slot' all dense weights stay on the "
-            "device anyway: use expert_cache_gb"
-        )
     if given.get("delete_original"):
         raise OptionError(
             "delete_original does not work with expert_cache_backend='slot', which reads the original checkpoint "

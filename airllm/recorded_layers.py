@@ -3,7 +3,8 @@
 A layer is recorded by running it once, cut where a token's own data decide what happens: at the KV cache and attention,
 whose shapes grow with the sequence, and at the experts. What lies between the cuts is replayed for one new token of one
 sequence (the idea of piecewise CUDA graphs, as in vLLM); attention and the cache stay transformers' own calls. So the bits
-are those of the stock layer, and any other call of the layer runs the stock layer itself.
+are those of the stock layer, and any other call of the layer runs the stock layer itself. A layer whose weights are streamed
+finds them in one of a few blocks that never move: it is recorded once for each.
 """
 
 from __future__ import annotations
@@ -22,6 +23,7 @@ from airllm import transformers_private as private
 from airllm.experts.assembly import record_experts
 from airllm.experts.decode_graphs import ExpertGraphs, GraphPool
 from airllm.experts.runtime import SlotExpertRuntime
+from airllm.streaming import LayerStreamer
 
 log = logging.getLogger(__name__)
 
@@ -131,8 +133,29 @@ class _Cuts:
         return torch.zeros_like(hidden) if graphs is None else graphs.total.to(hidden.dtype)
 
 
-class RecordedLayer:
-    """Stands in for a layer's ``forward``.
+class _StandIn:
+    """Takes the place of a layer's ``forward``."""
+
+    def __init__(self, layer: nn.Module) -> None:
+        # The layer holds this object, and nothing here may hold the layer: a dropped model is freed at once.
+        self._layer, self._forward = weakref.ref(layer), type(layer).forward
+
+    def _plain(self, *args: Any, **kwargs: Any) -> Any:
+        return self._forward(self._layer(), *args, **kwargs)
+
+    def install(self) -> None:
+        layer = self._layer()
+        assert layer is not None
+        layer.forward = self  # type: ignore[assignment]
+
+    def remove(self) -> None:
+        layer = self._layer()
+        if layer is not None:
+            layer.__dict__.pop("forward", None)
+
+
+class RecordedLayer(_StandIn):
+    """Stands in for the forward of a layer whose weights stay where they are.
 
     Args:
         hidden: the fixed input [1, 1, H].
@@ -142,16 +165,12 @@ class RecordedLayer:
     def __init__(
         self, layer: nn.Module, config: Any, runtime: SlotExpertRuntime, hidden: torch.Tensor, embeddings: PositionEmbeddings
     ) -> None:
-        # The layer holds this object, and nothing here may hold the layer: a dropped model is freed at once.
-        self._layer, self._forward = weakref.ref(layer), type(layer).forward
+        super().__init__(layer)
         self._config, self._runtime = config, runtime
         self._hidden, self._embeddings = hidden, embeddings
         names = inspect.signature(self._forward).parameters
         self._cache_name = "cache" if "cache" in names else "past_key_values"
         self._known = _ON_THE_WAY | {self._cache_name}
-
-    def _plain(self, *args: Any, **kwargs: Any) -> Any:
-        return self._forward(self._layer(), *args, **kwargs)
 
     def record(self, pool: GraphPool | None, graphs: ExpertGraphs | None) -> torch.dtype:
         """Record the layer; without a pool only run it. Returns the dtype of the routing weights."""
@@ -198,33 +217,50 @@ class RecordedLayer:
         after.replay()
         return self._output.clone()
 
-    def install(self) -> None:
-        layer = self._layer()
-        assert layer is not None
-        layer.forward = self  # type: ignore[assignment]
 
-    def remove(self) -> None:
-        layer = self._layer()
-        if layer is not None:
-            layer.__dict__.pop("forward", None)
+class MovingLayer(_StandIn):
+    """Stands in for the forward of a layer whose weights come to lie in one of several blocks: one recording for each."""
+
+    def __init__(self, layer: nn.Module, number: int, streamer: LayerStreamer, recordings: Sequence[RecordedLayer]) -> None:
+        super().__init__(layer)
+        self._number, self._streamer, self._recordings = number, streamer, recordings
+
+    def record(self, pool: GraphPool | None, graphs: ExpertGraphs | None) -> torch.dtype:
+        """As `RecordedLayer.record`, in every block."""
+        for block, recording in enumerate(self._recordings):
+            with self._streamer.lying_in(self._number, block):
+                dtype = recording.record(pool, graphs)
+        return dtype
+
+    def __call__(self, hidden_states: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
+        block = self._streamer.current_block
+        if block is None:
+            return self._plain(hidden_states, *args, **kwargs)
+        return self._recordings[block](hidden_states, *args, **kwargs)
 
 
 def record_decode(
-    model: PreTrainedModel, runtime: SlotExpertRuntime, layers: Sequence[nn.Module]
+    model: PreTrainedModel,
+    runtime: SlotExpertRuntime,
+    layers: Sequence[nn.Module],
+    streamer: LayerStreamer | None = None,
 ) -> tuple[str, Callable[[], None]]:
     """Let ``layers`` serve decoded tokens by recordings of themselves and of the experts in their places.
 
     Returns "" or the reason why they stay as they are, and a function that takes the recordings out again. Call with
-    everything on the device and no forward running.
+    everything on the device that stays there, and before the first forward.
     """
-    recorded: list[RecordedLayer] = []
+    recorded: list[RecordedLayer | MovingLayer] = []
     try:
         with torch.inference_mode(False), torch.no_grad():
-            _record(model, runtime, layers, recorded)
+            _record(model, runtime, layers, streamer, recorded)
     except RuntimeError as error:
         runtime.graphs, recorded = None, []
         log.warning("decoded tokens take the plain way, they could not be recorded: %s", error)
         return f"recording failed: {error}", lambda: None
+    finally:
+        if streamer is not None and streamer.on_gpu:
+            torch.cuda.synchronize(streamer.device)  # copies into a block wait for the layer that read it, not for recordings
 
     def remove() -> None:
         for layer in recorded:
@@ -234,13 +270,20 @@ def record_decode(
 
 
 def _record(
-    model: PreTrainedModel, runtime: SlotExpertRuntime, layers: Sequence[nn.Module], recorded: list[RecordedLayer]
+    model: PreTrainedModel,
+    runtime: SlotExpertRuntime,
+    layers: Sequence[nn.Module],
+    streamer: LayerStreamer | None,
+    recorded: list[RecordedLayer | MovingLayer],
 ) -> None:
     pool = GraphPool(runtime.pool.blocks[0].device)
     hidden = torch.zeros(1, 1, model.config.hidden_size, dtype=model.dtype, device=pool.device)
     positions = torch.zeros(1, 1, dtype=torch.int64, device=pool.device)
     embeddings = PositionEmbeddings(*model.model.rotary_emb(hidden, positions))
-    recorded.extend(RecordedLayer(layer, model.config, runtime, hidden, embeddings) for layer in layers)
+    for number, layer in enumerate(layers):
+        blocks = len(streamer.blocks_of(number)) if streamer is not None else 0
+        made = [RecordedLayer(layer, model.config, runtime, hidden, embeddings) for _ in range(blocks or 1)]
+        recorded.append(MovingLayer(layer, number, streamer, made) if streamer is not None and blocks else made[0])
     with pool.aside():
         weight_dtype = recorded[0].record(None, None)
     # In memory of their own: the experts are replayed in the midst of a layer, whose intermediate results must outlive them,
@@ -248,10 +291,10 @@ def _record(
     runtime.graphs = record_experts(runtime, model, GraphPool(pool.device), weight_dtype)
     with pool.aside():
         try:
-            for layer in recorded:
-                layer.record(pool, runtime.graphs)
+            for stand_in in recorded:
+                stand_in.record(pool, runtime.graphs)
         except BaseException:
             pool.abandon()
             raise
-    for layer in recorded:
-        layer.install()
+    for stand_in in recorded:
+        stand_in.install()

@@ -1,4 +1,5 @@
-"""The slot backend of a model class: dense weights on the device, every expert in a host bank, those in use in slots.
+"""The slot backend of a model class: every expert in a host bank, those in use in slots, dense weights on the device or, as
+far as they are too large for it, streamed.
 
 What every family shares. A family's own class overrides `_top_k` or `_record_graphs` where it deviates.
 """
@@ -10,24 +11,24 @@ import logging
 import os
 from typing import Any
 
-import torch
-from torch import nn
 from transformers import PretrainedConfig, PreTrainedModel
 
 from airllm import guard
 from airllm.checkpoint import TensorReader
 from airllm.decode_step import DecodeStepper
+from airllm.dense_weights import DenseWeights, ResidentLayers, dense_resident_bytes
 from airllm.errors import UnsupportedModelError
 from airllm.experts.assembly import ExpertsFound, add_device_engine, install
 from airllm.experts.runtime import SlotExpertRuntime
 from airllm.experts.stats import disabled_stats
 from airllm.experts.trace import record_routing
 from airllm.fused_step import FusedStep, why_not_fused
-from airllm.layer_watch import LayerWatch, StreamCounts
+from airllm.layer_watch import LayerWatch
 from airllm.options import Options
-from airllm.profiler import LayeredProfiler, progress_bar
-from airllm.skeleton import assert_no_meta, decoder_layers, load_resident, move_buffers, tie_weights
+from airllm.profiler import LayeredProfiler
+from airllm.skeleton import decoder_layers
 from airllm.step_plan import plan_steps
+from airllm.streaming import LayerStreamer
 from airllm.weight_map import WeightMap
 
 log = logging.getLogger(__name__)
@@ -45,6 +46,7 @@ class SlotBackend:
     _guard: guard.ForwardGuard
     _runtime: SlotExpertRuntime | None = None
     _stepper: DecodeStepper | None = None
+    _streamer: LayerStreamer | None = None
     _graph_reason = "not recorded for this family"
     _engine_reason = "not asked for (expert_cache_engine='device')"
     _top_k: int | None = None
@@ -70,9 +72,14 @@ class SlotBackend:
         plan = None
         if isinstance(options.expert_cache_bytes, int):
             plan = found.plan(options.expert_cache_bytes)  # before anything is taken: a budget too small costs nothing
-        self._load_dense(model, weight_map, reader, found)
+        dense = DenseWeights(model, weight_map, reader, options, in_slots=found.parameter_names())
+        streamer = self._streamer = dense.streamer
+        if streamer is not None:
+            self._resources.callback(streamer.close)
+        dense.require_room(found.least_bytes() if plan else found.least_auto_bytes(self.config, options.max_seq_len))
+        dense.load("reading dense weights")
         if plan is None:
-            plan = found.plan_auto(self.config, device, options.max_seq_len)
+            plan = found.plan_auto(self.config, device, options.max_seq_len, dense.plan.ring_bytes)
             log.info("expert_cache_gb: %d slots (%s)", plan.slots, plan.reason)
         runtime, remove_hook = install(
             model,
@@ -87,22 +94,20 @@ class SlotBackend:
         self._resources.callback(runtime.close)
         self._resources.callback(remove_hook)
         self._reader, self._runtime = reader, runtime
-        assert_no_meta(model)
-        _, layers = decoder_layers(model)
-        resident = _ResidentLayers(layers, device)
-        self._finish(model, guard.ForwardGuard(resident, self.profiler))
+        dense.assert_loaded()
+        layers = streamer or ResidentLayers(model, device)
+        self._finish(model, guard.ForwardGuard(layers, self.profiler))
         self._record_graphs(model, runtime)
         if options.expert_cache_engine == "device":
-            self._start_steps(model, runtime, resident.watch)
+            self._start_engine(model, runtime, layers.watch)
 
-    def _load_dense(self, model: PreTrainedModel, weight_map: WeightMap, reader: Any, found: ExpertsFound) -> None:
-        experts, targets = found.parameter_names(), weight_map.targets()
-        names = [name for name in (*targets, *weight_map.missing) if name not in experts]
-        total = sum(targets[name].nbytes for name in names if name in targets)
-        with progress_bar("reading dense weights", total) as progress:
-            self._dense_bytes = load_resident(model, weight_map, names, reader, self.options.device, progress)
-        tie_weights(model)
-        move_buffers(model, self.options.device)
+    def _start_engine(self, model: PreTrainedModel, runtime: SlotExpertRuntime, watch: LayerWatch) -> None:
+        if self._streamer is None:
+            self._start_steps(model, runtime, watch)
+            return
+        streamed = self._streamer.plan.streamed
+        self._engine_reason = f"{streamed} decoder layers are streamed: it needs them on the device, leave resident_gb out"
+        log.warning("expert_cache_engine='device': the plain engine serves this model (%s)", self._engine_reason)
 
     def _record_graphs(self, model: PreTrainedModel, runtime: SlotExpertRuntime) -> None:
         """Record what can be replayed for a decoded token, or leave the reason in ``_graph_reason``."""
@@ -129,12 +134,15 @@ class SlotBackend:
         """Sizes (bytes) and counters of the expert cache; all measured. ``enabled`` is False when layers are streamed."""
         if self._runtime is None:
             return disabled_stats()
-        dense = sum({p.data_ptr(): p.nbytes for p in self.model.parameters() if not p.is_meta}.values())
+        dense, plan = dense_resident_bytes(self.model, self._streamer), self._streamer.plan if self._streamer else None
+        ring_bytes = plan.ring_bytes if plan else 0
         stats = {
             "enabled": True,
             "backend": "slot",
             "dense_resident_bytes": dense,
-            "allocated_device_bytes": dense + self._runtime.pool.nbytes,
+            "dense_streamed_bytes": plan.moved_bytes if plan else 0,
+            "dense_ring_bytes": ring_bytes,
+            "allocated_device_bytes": dense + ring_bytes + self._runtime.pool.nbytes,
             "decode_graphs": self._runtime.graphs is not None,
             "decode_graphs_reason": self._graph_reason,
             "engine": "plain",
@@ -166,15 +174,3 @@ class SlotBackend:
                 'routing is recorded with expert_cache_backend="slot" and expert_cache_engine="plain": load the model so'
             )
         return record_routing(self._runtime, path, self.config.model_type)
-
-
-class _ResidentLayers:
-    """What the forward guard asks of layers that stay where they are."""
-
-    def __init__(self, layers: list[tuple[str, nn.Module]], device: torch.device) -> None:
-        self.device, self.on_gpu = device, device.type != "cpu"
-        self.counts = StreamCounts()
-        self.watch = LayerWatch([module for _, module in layers], [name for name, _ in layers], device)
-
-    def leave(self) -> None:
-        """Nothing was installed for one forward only."""

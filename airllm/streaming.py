@@ -13,8 +13,9 @@ import logging
 import queue
 import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor, wait
+from contextlib import contextmanager
 from functools import partial
 from typing import Any
 
@@ -22,6 +23,7 @@ import torch
 from torch import nn
 
 from airllm.checkpoint import TensorReader
+from airllm.dense_budget import following, plan_dense
 from airllm.errors import DeviceError
 from airllm.experts.host_memory import HostBlock
 from airllm.experts.transfer import StreamTransfer, SyncTransfer, Transfer
@@ -35,7 +37,6 @@ FILLS_AT_ONCE = 2
 """While one layer's last pieces arrive, reading threads already have work of the next: the thread that runs the model needs
 Python's lock at that moment, and threads without work would wait for it."""
 HOST_BLOCKS = 2  # one for each fill; the first to be free is copied from while it waits
-RING_BLOCKS = 3  # one computes, one is ready, one is being filled
 
 Progress = Callable[[int], None]
 
@@ -50,6 +51,7 @@ class LayerStreamer:
         resident_bytes: as many first layers as fit in this number of bytes stay on the device; "all" keeps every one.
         prefetch: read the next layers while one computes. Without it one block does, and nothing overlaps.
         pin_memory: pin the host block; where that is refused the copies are slower, and ``stats`` says so.
+        without: names of parameters that are others' to give, such as experts that live in slots.
     """
 
     def __init__(
@@ -63,19 +65,20 @@ class LayerStreamer:
         resident_bytes: int | str = 0,
         prefetch: bool = True,
         pin_memory: bool = True,
+        without: Collection[str] = (),
     ) -> None:
-        self._layouts = plan_layers(model, layers, weight_map)
+        self._layouts = plan_layers(model, layers, weight_map, without)
         self.names = frozenset(place.spec.name for layout in self._layouts for place in layout.places)
         self._modules = [module for _, module in layers]  # only until start: a cycle would keep the memory
         self._reader = reader
         self.device = device
         self.on_gpu = device.type != "cpu"
         self._pin_memory = pin_memory
-        self._resident = _how_many_fit(self._layouts, resident_bytes)
+        self.plan = plan_dense([layout.nbytes for layout in self._layouts], resident_bytes, prefetch)
+        self._resident, ring = self.plan.resident, self.plan.ring
         streamed = list(range(self._resident, len(layers)))
-        ring = min(RING_BLOCKS if prefetch else 1, len(streamed))
         self._prefetch = prefetch
-        self._next = {n: _following(streamed, n, ring - 1) for n in streamed}
+        self._next = {n: following(streamed, n, ring - 1) for n in streamed}
 
         self._blocks: list[torch.Tensor] = []
         self._ring = ring
@@ -117,21 +120,19 @@ class LayerStreamer:
             self._worker = ThreadPoolExecutor(FILLS_AT_ONCE, thread_name_prefix="airllm-stream")
 
     def _allocate(self) -> None:
-        largest = max((layout.nbytes for layout in self._layouts[self._resident :]), default=0)
-        sizes = [layout.nbytes for layout in self._layouts[: self._resident]]
+        plan = self.plan
         try:
-            self._kept = [self._device_bytes(size) for size in sizes]
-            self._blocks = [self._device_bytes(largest) for _ in range(self._ring)]
+            self._kept = [self._device_bytes(size) for size in plan.layers[: plan.resident]]
+            self._blocks = [self._device_bytes(plan.block_bytes) for _ in range(plan.ring)]
         except torch.OutOfMemoryError as error:
             self.close()
             raise DeviceError(
-                f"{self.device} cannot hold {sum(sizes)} B of resident layers and {self._ring} blocks of {largest} B: "
-                "lower resident_gb, or pass prefetching=False for a single block"
+                f"{self.device} cannot hold {plan.resident_bytes} B of resident layers and {plan.ring} blocks of "
+                f"{plan.block_bytes} B: lower resident_gb, or pass prefetching=False for a single block"
             ) from error
         if self.on_gpu:
             self._transfer = StreamTransfer(self._ring + 1, self.device)
-            size = max((layout.nbytes for layout in self._layouts), default=0)
-            self._hosts = [HostBlock(size) for _ in range(HOST_BLOCKS if self._ring > 1 else 1)]
+            self._hosts = [HostBlock(max(plan.layers, default=0)) for _ in range(HOST_BLOCKS if self._ring > 1 else 1)]
             for number in range(len(self._hosts)):
                 self._free_hosts.put((number, None))
             refused = [host.pin_reason for host in self._hosts if self._pin_memory and not host.pin()]
@@ -186,11 +187,14 @@ class LayerStreamer:
         block = self._obtain(number)
         self._transfer.wait(block)
         self._current = (number, block)
+        self._install(number, block)
+        if self._prefetch:
+            self._read_ahead(number, block)
+
+    def _install(self, number: int, block: int) -> None:
         for place, parameter in zip(self._layouts[number].places, self._parameters_in(number, block), strict=True):
             for owner, attribute in place.owners:
                 owner._parameters[attribute] = parameter
-        if self._prefetch:
-            self._read_ahead(number, block)
 
     def leave(self) -> None:
         """Put the installed layer, if there is one, back on meta; its block may then be filled anew."""
@@ -273,6 +277,7 @@ class LayerStreamer:
             self._fill_block(number, self._blocks[block], block)
         with self.counts.lock:
             self.counts.layer_loads += 1
+            self.counts.filled_bytes += self._layouts[number].nbytes
 
     def _fill_block(self, number: int, block: torch.Tensor, place: int) -> None:
         """Read every piece and, where there are host blocks, send the layer on to its device block."""
@@ -314,9 +319,27 @@ class LayerStreamer:
     # --- what others ask ----------------------------------------------------------------------------------------------
 
     @property
-    def resident_layer_bytes(self) -> int:
-        """Bytes of the layers that stay on the device, known before they are read."""
-        return sum(layout.nbytes for layout in self._layouts[: self._resident])
+    def current_block(self) -> int | None:
+        """The block of the ring that the layer that runs lies in."""
+        return None if self._current is None else self._current[1]
+
+    def blocks_of(self, number: int) -> range:
+        """The blocks that layer ``number`` may come to lie in; none when it stays."""
+        return range(self._ring if number >= self._resident else 0)
+
+    @contextmanager
+    def lying_in(self, number: int, block: int) -> Iterator[None]:
+        """Inside, layer ``number`` has its parameters in ``block``, all zeros. Only before the first forward."""
+        self._blocks[block].zero_()
+        self._install(number, block)
+        try:
+            yield
+        finally:
+            _put_on_meta(self._layouts[number])
+
+    def ring_addresses(self) -> set[int]:
+        """Addresses of the blocks that layers pass through: what lies there does not stay."""
+        return {block.untyped_storage().data_ptr() for block in self._blocks}
 
     @property
     def watch(self) -> LayerWatch:
@@ -326,16 +349,17 @@ class LayerStreamer:
 
     def stats(self) -> dict[str, Any]:
         """Measured counters and sizes, in bytes and seconds."""
-        streamed = self._layouts[self._resident :]
+        plan = self.plan
         return {
             "layer_loads": self.counts.layer_loads,
+            "filled_bytes": self.counts.filled_bytes,
             "layers_ready_in_time": self.counts.ready,
             "h2d_bytes": self.counts.h2d_bytes,
             "read_seconds": self.counts.read_s,
             "wait_seconds": self.counts.wait_s,
-            "streamed_layers": len(streamed),
-            "streamed_bytes": sum(layout.nbytes for layout in streamed),
-            "resident_layers": self._resident,
+            "streamed_layers": plan.streamed,
+            "streamed_bytes": plan.streamed_bytes,
+            "resident_layers": plan.resident,
             "resident_bytes": sum(block.numel() for block in self._kept),
             "ring_blocks": len(self._blocks),
             "ring_bytes": sum(block.numel() for block in self._blocks),
@@ -360,26 +384,6 @@ def _put_on_meta(layout: LayerLayout) -> None:
     for place in layout.places:
         for owner, attribute in place.owners:
             owner._parameters[attribute] = place.on_meta
-
-
-def _how_many_fit(layouts: Sequence[LayerLayout], resident_bytes: int | str) -> int:
-    """How many first layers stay within the bytes."""
-    if resident_bytes == "all":
-        return len(layouts)
-    assert isinstance(resident_bytes, int)
-    total = 0
-    for number, layout in enumerate(layouts):
-        total += layout.nbytes
-        if total > resident_bytes:
-            return number
-    return len(layouts)
-
-
-def _following(streamed: Sequence[int], number: int, count: int) -> tuple[int, ...]:
-    """The next ``count`` streamed layers after ``number``, on into the next token's, never ``number`` itself."""
-    at = streamed.index(number)
-    order = [*streamed[at + 1 :], *streamed[:at]]
-    return tuple(order[: max(count, 0)])
 
 
 def _run_now(function: Callable[..., None], *args: Any) -> Future[None]:

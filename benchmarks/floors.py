@@ -38,6 +38,15 @@ def stream_floor(read_bytes: float, moved_bytes: float, bandwidths: Mapping[str,
     return Floor(moving, "link") if moving > reading else Floor(reading, "host copy")
 
 
+def dense_floor(
+    streamed_bytes: float, missed_bytes: float, device_read_bytes: float, bandwidths: Mapping[str, float]
+) -> Floor:
+    """Experts in slots beside dense weights that stream. The largest of: streamed bytes / host copy, with the page cache warm;
+    streamed and missed bytes / pinned link; bytes that the device must read / device memory."""
+    streamed = stream_floor(streamed_bytes, 0, bandwidths)
+    return max(streamed, slot_floor(streamed_bytes + missed_bytes, device_read_bytes, bandwidths), key=lambda f: f.seconds)
+
+
 def link_rate(bandwidths: Mapping[str, float]) -> float:
     """The better of the two ways of copying pinned memory, so that no floor is flattered."""
     return max(bandwidths["link_pinned_large_bytes_per_s"], bandwidths["link_pinned_expert_blocks_bytes_per_s"])

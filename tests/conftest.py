@@ -1,7 +1,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -53,3 +53,29 @@ def every_policy(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch
     choice = request.param.split()[0]
     monkeypatch.setattr(slot_rig, "RIG_POLICY", choice)
     return choice
+
+
+@pytest.fixture
+def poisoned_blocks(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """A block that layers stream through is NaN (bytes of 0xFF) just before it is read into, and when its layer has ended."""
+    from airllm.streaming import LayerStreamer
+
+    read, leave = LayerStreamer._read_pieces, LayerStreamer.leave
+
+    def poisoned_read(self: LayerStreamer, layout: Any, views: Any) -> None:
+        for tensor in views.flat.values():
+            tensor.view(torch.uint8).fill_(0xFF)
+        read(self, layout, views)
+
+    def poisoned_leave(self: LayerStreamer) -> None:
+        if self._current is not None:
+            self._blocks[self._current[1]].fill_(0xFF)
+            self._holds[self._current[1]] = None
+        leave(self)
+
+    monkeypatch.setattr(LayerStreamer, "_read_pieces", poisoned_read)
+    monkeypatch.setattr(LayerStreamer, "leave", poisoned_leave)
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(before)

@@ -565,7 +565,7 @@ def test_a_failed_load_closes_its_files(
 
     closed = []
     monkeypatch.setattr(TensorReader, "close", lambda self: closed.append(self))
-    monkeypatch.setattr("airllm.airllm_base.LayerStreamer", None)
+    monkeypatch.setattr("airllm.dense_weights.LayerStreamer", None)
     with pytest.raises(TypeError):
         AirLLMBaseModel(folder_of("llama"), device="cpu")
     assert len(closed) == 1

@@ -15,7 +15,7 @@ import torch
 ROOT = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(ROOT))
 
-from benchmarks import cases, expert_cache, floors, machine, report  # noqa: E402
+from benchmarks import cases, dense_streaming, expert_cache, floors, machine, report  # noqa: E402
 from benchmarks.build_checkpoint import build, ensure, tensors  # noqa: E402
 from benchmarks.geometry import GEOMETRIES  # noqa: E402
 
@@ -129,6 +129,19 @@ def test_the_slot_floor_is_the_link_or_device_memory_whichever_is_slower():
 def test_the_stream_floor_is_the_host_copy_or_the_link_whichever_is_slower():
     assert floors.stream_floor(7e9, 7e9, RATES) == floors.Floor(0.7, "host copy")
     assert floors.stream_floor(1e9, 7e9, RATES) == floors.Floor(0.14, "link")
+
+
+@pytest.mark.parametrize(
+    ("streamed", "missed", "read", "seconds", "set_by"),
+    [
+        (2e9, 1e9, 1e9, 0.2, "host copy"),
+        (1e9, 9e9, 1e9, 0.2, "link"),
+        (0, 1e9, 1200e9, 0.3, "device memory"),
+    ],
+)
+def test_the_floor_of_streamed_dense_weights_is_the_slowest_of_three(streamed, missed, read, seconds, set_by):
+    floor = floors.dense_floor(streamed, missed, read, RATES)
+    assert floor.seconds == pytest.approx(seconds) and floor.set_by == set_by
 
 
 def test_a_rate_above_the_link_is_impossible_and_one_below_is_not():
@@ -302,6 +315,35 @@ def test_the_benchmark_runs_on_the_cpu_and_ends_with_its_json(tmp_path, capsys, 
     small, whole = result["sweep"]["points"]
     assert (small["slot_count"], whole["slot_count"]) == (5, 32)
     assert small["summary"]["forced"]["hit_rate"] < whole["summary"]["forced"]["hit_rate"]
+
+
+DENSE = ["--geometry", "tiny", "--tokens", "3", "--repeats", "1", "--device", "cpu"]
+
+
+def test_dense_streaming_runs_on_the_cpu_and_gives_the_tokens_of_the_resident_run(tmp_path, capsys):
+    output = tmp_path / "out.json"
+    arguments = [*DENSE, "--resident-part", "0", "--work-dir", str(tmp_path / "work"), "--output-json", str(output)]
+    assert dense_streaming.main(arguments) == 0
+    result = json.loads(capsys.readouterr().out.strip().splitlines()[-1])
+    assert result == json.loads(output.read_text())
+    assert result["tokens"] == {"compared": 4, "equal": 4, "identical": True}
+    part, whole = result["runs"].values()
+    assert part["streamed_bytes"] == part["stats"]["dense_streamed_bytes"] == result["layer_dense_bytes"]
+    assert whole["streamed_bytes"] == 0 and part["missed_bytes"] == whole["missed_bytes"] > 0
+    for row in (part, whole):
+        assert row["step_s"] > 0 and row["times_floor"] == pytest.approx(row["step_s"] / row["floor"]["seconds"])
+
+
+def test_dense_streaming_exits_1_when_the_tokens_differ(tmp_path, capsys, monkeypatch):
+    honest = dense_streaming.measure
+
+    def wrong(bench, resident_gb):
+        row = honest(bench, resident_gb)
+        return row if resident_gb == "all" else row | {"wanted": [-1, *row["wanted"][1:]]}
+
+    monkeypatch.setattr(dense_streaming, "measure", wrong)
+    assert dense_streaming.main([*DENSE, "--work-dir", str(tmp_path)]) == 1
+    assert "3 of 4 equal" in capsys.readouterr().out
 
 
 def test_a_case_in_a_process_of_its_own_reports_its_own_peak(tiny):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import re
 import subprocess
 import sys
 from dataclasses import replace
@@ -45,7 +46,7 @@ def speaking(tmp_path_factory):
     from transformers import PreTrainedTokenizerFast
 
     folder = tmp_path_factory.mktemp("speaking")
-    build(folder, replace(TINY, layers=3), "float16")
+    build(folder, TINY, "float16")
     alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
     tokenizer = Tokenizer(models.BPE(vocab={sign: number for number, sign in enumerate(alphabet, 3)}, merges=[]))
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
@@ -148,7 +149,7 @@ def test_inspect_counts_the_same_experts_in_files_that_stack_them(tmp_path, spea
     for path in sorted(speaking.glob("*.safetensors")):
         merged |= load_file(path)
     stacked = {name: tensor for name, tensor in merged.items() if ".experts." not in name}
-    for layer in range(3):
+    for layer in range(TINY.layers):
         stem = f"model.layers.{layer}.block_sparse_moe.experts."
         first, second, third = (
             torch.stack([merged[f"{stem}{expert}.w{number}.weight"] for expert in range(TINY.experts)]) for number in (1, 2, 3)
@@ -226,6 +227,48 @@ def test_inspect_of_a_card_that_is_too_small_says_so(phi_tiny):
     assert "-" not in result.output.partition("too small")[0].rpartition(" is ")[2], "a lack is not a negative number"
 
 
+def test_inspect_of_a_card_that_is_too_small_names_a_resident_gb_that_fits_it(phi_tiny):
+    result = command("inspect", phi_tiny, "--vram-gb", 1.5)
+    found = re.search(r"--resident-gb (\S+) would do: (\d+) of 32 layers stay, and (\d+) B a token are streamed", result.output)
+    assert found is not None, result.output
+    fits = command("inspect", phi_tiny, "--vram-gb", 1.5, "--resident-gb", found[1])
+    assert fits.exit_code == 0, fits.output
+    assert f"dense, streamed {found[3]} B" in fits.output and f"{found[2]} of 32 layers" in fits.output
+    assert int(fits.output.strip().splitlines()[-1].split()[1]) >= 2
+    smaller = command("inspect", phi_tiny, "--vram-gb", 1.2)
+    assert smaller.exit_code == 1 and "even --resident-gb 0 does not fit" in smaller.output
+
+
+def test_inspect_counts_streamed_dense_weights_against_the_link(phi_tiny):
+    layers = inspect_model.inspect_folder(phi_tiny).dense_layers
+    assert len(layers) == 32 and len(set(layers)) == 1
+    held = 8.5 * layers[0] / 2**30
+    result = command("inspect", phi_tiny, "--expert-cache-gb", 0.75, "--link-gbs", 55, "--resident-gb", held)
+    assert result.exit_code == 0, result.output
+    assert f"dense, streamed {24 * layers[0]} B" in result.output
+    assert f"3 blocks of {layers[0] / 2**20:.3g} MiB" in result.output
+    row = result.output.strip().splitlines()[-1].split()
+    assert float(row[4]) == pytest.approx(55e9 / (64 * 11_010_048 + 24 * layers[0]), rel=0.01)
+
+
+def test_inspect_of_a_dense_model_says_what_stays(checkpoint):
+    folder = checkpoint("llama", num_hidden_layers=7)
+    layers = inspect_model.inspect_folder(folder).dense_layers
+    none, two, kept = (command("inspect", folder, *held) for held in ((), ("--resident-gb", 2.1 * layers[0] / 2**30), ALL))
+    assert "0 of 7 layers stay" in none.output and "2 of 7 layers stay" in two.output
+    assert float(two.output.partition("allow ")[2].split()[0]) == pytest.approx(25e9 / (5 * layers[0]), rel=0.01)
+    assert kept.exit_code == 0 and "nothing crosses the link" in kept.output
+
+
+@pytest.mark.parametrize(
+    ("given", "message"), [("some", "--resident-gb takes a number of GiB or all"), ("-1", "resident_gb must")]
+)
+def test_a_wrong_resident_gb_is_refused_on_one_line(phi_tiny, given, message):
+    for asked in (["inspect", phi_tiny], ["generate", phi_tiny, "--prompt", "x", "--device", "cpu"]):
+        result = command(*asked, "--resident-gb", given)
+        assert result.exit_code == 1 and message in result.output and "Traceback" not in result.output
+
+
 def test_an_empty_prompt_is_refused_before_anything_is_loaded(phi_tiny):
     for asked in (["generate", phi_tiny, "--prompt", ""], ["demo", "--prompt", ""]):
         result = command(*asked)
@@ -299,7 +342,11 @@ def transformers_text(folder, prompt, tokens):
     return tokenizer.decode(output[0][inputs["input_ids"].shape[1] :], skip_special_tokens=True)
 
 
-@pytest.mark.parametrize("way", [(), ("--expert-cache-gb", "0.001"), ("--expert-cache-gb", "0.001", "--stream")])
+ALL = ("--resident-gb", "all")
+HELD = ("--expert-cache-gb", "0.001", "--resident-gb", "0.0001")
+
+
+@pytest.mark.parametrize("way", [(), ("--expert-cache-gb", "0.001"), ("--expert-cache-gb", "0.001", "--stream"), HELD])
 def test_generate_prints_what_transformers_would(speaking, way):
     expected = transformers_text(speaking, "In the beginning", 12)
     arguments = ["--prompt", "In the beginning", "--max-new-tokens", 12, "--device", "cpu", "--dtype", "float32"]
@@ -308,6 +355,7 @@ def test_generate_prints_what_transformers_would(speaking, way):
     assert result.stdout.rstrip("\n") == expected.rstrip("\n")
     assert "tokens in" in result.stderr
     assert ("hit rate" in result.stderr) is bool(way)
+    assert ("dense weights streamed" in result.stderr) is (way == HELD)
 
 
 @pytest.mark.parametrize(

@@ -21,7 +21,7 @@ from slot_models import EXPERTS, LAYERS, Pair, check, gib, load, padded, runtime
 from slot_rig import DEVICES, gpu
 
 import airllm
-from airllm import airllm_phimoe, slot_backend
+from airllm import airllm_phimoe, dense_weights
 from airllm.airllm_phimoe import AirLLMPhiMoE
 from airllm.errors import (
     AirLLMError,
@@ -44,7 +44,7 @@ CONTRACT = set(
 )
 REASONS = set(
     "host_bank_pinned host_bank_pin_reason budget_reason engine device_engine_reason decode_graphs decode_graphs_reason "
-    "recoveries cache_policy cache_policy_reason".split()
+    "recoveries cache_policy cache_policy_reason dense_streamed_bytes dense_ring_bytes".split()
 )
 """What the statistics hold beyond the contract: the reasons of automatic choices."""
 
@@ -355,7 +355,7 @@ def test_a_damaged_file_is_refused_before_any_memory_is_taken(
     shard.write_bytes(whole.get(damage, b"<!DOCTYPE html><html>not here</html>"))
     for name in ("SlotPool", "HostBank"):
         monkeypatch.setattr(assembly, name, None)
-    monkeypatch.setattr(slot_backend, "load_resident", None)
+    monkeypatch.setattr(dense_weights, "load_resident", None)
     with pytest.raises(CheckpointError, match=shard.name):
         load(folder, 4)
 
@@ -390,7 +390,7 @@ def test_a_budget_that_holds_one_tokens_experts_works(
 def test_a_budget_below_it_is_an_error_with_the_numbers_before_any_weight_is_read(
     checkpoint: Callable[..., Path], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(slot_backend, "load_resident", None)
+    monkeypatch.setattr(dense_weights, "load_resident", None)
     monkeypatch.setattr(assembly, "HostBank", None)
     with pytest.raises(BudgetError, match=r"196608 B for 2 experts.*got 98304 B.*at least") as caught:
         load(checkpoint("phimoe"), 1)

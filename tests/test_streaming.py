@@ -18,12 +18,12 @@ import pytest
 import torch
 from torch import nn
 
-from airllm import layer_layout, skeleton, streaming
+from airllm import layer_layout, skeleton
 from airllm.airllm_base import AirLLMBaseModel
 from airllm.checkpoint import CheckpointIndex, TensorReader
+from airllm.dense_budget import following, plan_dense
 from airllm.errors import CheckpointError
-from airllm.layer_layout import LayerLayout, LayerViews, plan_layers
-from airllm.streaming import LayerStreamer
+from airllm.layer_layout import plan_layers
 from airllm.weight_map import build_weight_map
 
 LAYERS = 7
@@ -34,27 +34,8 @@ class Stop(Exception):
 
 
 @pytest.fixture(autouse=True)
-def poison(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    """Bytes of 0xFF are NaN in every floating type."""
-    read, leave = LayerStreamer._read_pieces, LayerStreamer.leave
-
-    def poisoned_read(self: LayerStreamer, layout: LayerLayout, views: LayerViews) -> None:
-        for tensor in views.flat.values():
-            tensor.view(torch.uint8).fill_(0xFF)
-        read(self, layout, views)
-
-    def poisoned_leave(self: LayerStreamer) -> None:
-        if self._current is not None:
-            self._blocks[self._current[1]].fill_(0xFF)
-            self._holds[self._current[1]] = None
-        leave(self)
-
-    monkeypatch.setattr(LayerStreamer, "_read_pieces", poisoned_read)
-    monkeypatch.setattr(LayerStreamer, "leave", poisoned_leave)
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(before)
+def poison(poisoned_blocks: None) -> None:
+    """See conftest."""
 
 
 @pytest.fixture(params=[True, False], ids=["prefetch", "no-prefetch"])
@@ -469,15 +450,15 @@ def test_the_read_order_is_the_files_order(folder: Path) -> None:
     ("budget", "fit"), [(0, 0), (99, 0), (100, 1), (299, 1), (300, 2), (301, 2), (600, 3), (10**9, 3), ("all", 3)]
 )
 def test_as_many_first_layers_as_fit_stay(budget: int | str, fit: int) -> None:
-    layouts = [layer_layout.LayerLayout("", (), (), size, ()) for size in (100, 200, 300)]
-    assert streaming._how_many_fit(layouts, budget) == fit
+    sizes = (100, 200, 300)
+    assert plan_dense(sizes, budget).resident == fit
 
 
 def test_what_follows_wraps_round_to_the_next_token() -> None:
-    assert streaming._following([2, 3, 4, 5], 4, 2) == (5, 2)
-    assert streaming._following([2, 3], 2, 2) == (3,)
-    assert streaming._following([2], 2, 2) == ()
-    assert streaming._following([0, 1, 2], 1, 0) == ()
+    assert following([2, 3, 4, 5], 4, 2) == (5, 2)
+    assert following([2, 3], 2, 2) == (3,)
+    assert following([2], 2, 2) == ()
+    assert following([0, 1, 2], 1, 0) == ()
 
 
 def test_closing_ends_the_threads_and_may_be_repeated(folder: Path) -> None:

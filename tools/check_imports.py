@@ -37,6 +37,7 @@ ORDER = (
     "split_writer",
     "split_originals",
     "layer_files",
+    "dense_budget",
     "layer_layout",
     "layer_watch",
     "phimoe_rope",
@@ -68,14 +69,15 @@ ORDER = (
     "experts.trace",
     "experts.batched",
     "experts.assembly",
-    "recorded_layers",
     "streaming",
+    "recorded_layers",
     "step_cache",
     "step_state",
     "step_plan",
     "fused_step",
     "decode_step",
     "profiler",
+    "dense_weights",
     "guard",
     "slot_backend",
     "airllm_base",
@@ -84,13 +86,16 @@ ORDER = (
     "auto_model",
     "token_clock",
     "inspect_model",
+    "inspect_text",
     "demo",
     "cli",
     "__main__",
 )
 
 # Rooms that decide and hold no tensors: they are tested anywhere, and fast.
-WITHOUT_TORCH = ("errors", "experts.budget", "experts.policy", "experts.plan", "experts.passing", "experts.stats")
+WITHOUT_TORCH = (
+    "errors", "dense_budget", "experts.budget", "experts.policy", "experts.plan", "experts.passing", "experts.stats",
+)  # fmt: skip
 # Rooms that own a dependency.
 ONLY_USER = {"huggingface_hub": ("locate",), "bitsandbytes": ("compression",), "typer": ("cli",)}
 

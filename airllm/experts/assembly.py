@@ -84,12 +84,24 @@ class ExpertsFound:
             reason=reason,
         )
 
-    def plan_auto(self, config: Any, device: torch.device, max_seq_len: int) -> SlotPlan:
-        """``expert_cache_gb="auto"``; call when the dense weights are on the device."""
+    def least_bytes(self) -> int:
+        """Device bytes of the fewest slots, those of one token in one layer, and of scratch."""
+        return (self.top_k + SCRATCH_SLOTS) * self.layout.expert_bytes
+
+    def least_auto_bytes(self, config: Any, max_seq_len: int) -> int:
+        """The same with all that ``expert_cache_gb="auto"`` leaves free beside."""
+        beside = kv_cache_bytes(config, max_seq_len, self.layout) + workspace_bytes(config, max_seq_len, self.layout)
+        return self.least_bytes() + beside + RESERVE_BYTES
+
+    def plan_auto(self, config: Any, device: torch.device, max_seq_len: int, unwritten_bytes: int = 0) -> SlotPlan:
+        """``expert_cache_gb="auto"``; call when the dense weights are on the device, and the blocks that others stream through.
+
+        ``unwritten_bytes`` of those have no memory yet where the device is the CPU, which gives it to who writes.
+        """
         from airllm.experts.host_memory import available_bytes
 
         if device.type == "cpu":
-            free = (available_bytes() or 0) - self.layout.total_bytes
+            free = (available_bytes() or 0) - self.layout.total_bytes - unwritten_bytes
         else:
             free = torch.cuda.mem_get_info(device)[0]
         kv, workspace = kv_cache_bytes(config, max_seq_len, self.layout), workspace_bytes(config, max_seq_len, self.layout)

@@ -23,7 +23,7 @@ class SlotPool:
         except torch.OutOfMemoryError as error:
             raise BudgetError(
                 f"{places} slots of {layout.expert_bytes} B ({places * layout.expert_bytes} B) do not fit on {device}: "
-                f'lower expert_cache_gb, or use expert_cache_gb="auto" ({error})'
+                f'lower expert_cache_gb or resident_gb, or use expert_cache_gb="auto" ({error})'
             ) from error
         self.blocks: tuple[torch.Tensor, ...] = tuple(self._memory.unbind(0))
         self._views = {each: tuple(each.views(block) for block in self.blocks) for each in set(layout.layers)}

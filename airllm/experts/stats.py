@@ -35,7 +35,8 @@ def disabled_stats() -> dict[str, object]:
     """The public statistics of a model without an expert cache: every name is there, nothing was measured."""
     names = (
         "capacity_bytes allocated_cache_bytes resident_bytes resident_experts slot_count scratch_slots scratch_bytes "
-        "allocated_device_bytes dense_resident_bytes host_bank_bytes host_bank_experts host_bank_load_seconds "
+        "allocated_device_bytes dense_resident_bytes dense_streamed_bytes dense_ring_bytes host_bank_bytes host_bank_experts "
+        "host_bank_load_seconds "
         "host_bank_tensor_reads pinned_staging_bytes generation_disk_expert_reads"
     ).split()
     counters = (field.name for field in fields(Counters))

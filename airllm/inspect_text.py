@@ -1,0 +1,136 @@
+"""The lines that `airllm inspect` prints."""
+
+from __future__ import annotations
+
+from airllm.dense_budget import DensePlan, plan_dense
+from airllm.experts.budget import GIB
+from airllm.inspect_model import (
+    ExpertSizes,
+    Inspection,
+    SlotOutlook,
+    beside_slots,
+    budget_for_card,
+    require_experts,
+    slot_outlook,
+    telling_budgets,
+)
+from airllm.streaming import HOST_BLOCKS
+
+
+def gib(nbytes: float) -> str:
+    """Bytes for a person: 10.5 MiB, 5.25 GiB."""
+    return f"{nbytes / GIB:.3g} GiB" if nbytes >= GIB else f"{nbytes / 2**20:.3g} MiB"
+
+
+def describe(
+    found: Inspection,
+    budget_bytes: int | None,
+    vram_bytes: int | None,
+    link_bytes_per_s: float,
+    max_seq_len: int,
+    resident_bytes: int | str | None = None,
+) -> list[str]:
+    """The lines that `airllm inspect` prints. A budget or a card makes a dense model an UnsupportedModelError.
+
+    ``resident_bytes`` is what resident_gb says: None for its default, which is "all" beside slots and 0 for streaming.
+    """
+    lines = describe_files(found)
+    streaming = plan_dense(found.dense_layers, resident_bytes or 0)
+    lines += describe_streaming(found, streaming, link_bytes_per_s)
+    if found.experts is None and budget_bytes is None and vram_bytes is None:
+        return [*lines, "", f"No slots, the model is streamed layer by layer: {found.no_slots}."]
+    experts = require_experts(found)
+    dense = plan_dense(found.dense_layers, "all" if resident_bytes is None else resident_bytes)
+    lines += ["", *describe_experts(experts), *describe_dense(found, dense), ""]
+    if vram_bytes is not None:
+        budget_bytes = budget_for_card(found, dense, vram_bytes, max_seq_len)
+        lines += describe_card(found, dense, vram_bytes, budget_bytes, max_seq_len)
+    budgets = [budget_bytes] if budget_bytes is not None else telling_budgets(experts)
+    outlooks = [slot_outlook(experts, budget, link_bytes_per_s, dense.moved_bytes) for budget in budgets]
+    return lines + slot_table(outlooks, link_bytes_per_s)
+
+
+def describe_files(found: Inspection) -> list[str]:
+    dtypes = ", ".join(f"{name} {gib(nbytes)}" for name, nbytes in found.dtypes.items())
+    lines = [
+        f"{found.folder}",
+        f"  model type      {found.model_type} ({', '.join(found.architectures) or 'no architecture named'})",
+        f"  layers, hidden  {found.layers}, {found.hidden}",
+        f"  weights         {found.total_bytes} B ({gib(found.total_bytes)}) in {found.tensors} tensors, {found.files} files",
+        f"  dtypes          {dtypes}",
+        f"  dense           {found.dense_bytes} B ({gib(found.dense_bytes)})",
+    ]
+    if found.kv_bytes_per_token is not None:
+        window = f", at most {found.sliding_window} tokens" if found.sliding_window else ""
+        lines.append(f"  KV cache        {found.kv_bytes_per_token} B a token{window}")
+    return lines
+
+
+def describe_streaming(found: Inspection, plan: DensePlan, link_bytes_per_s: float) -> list[str]:
+    """Without slots: what crosses the link for each token, whole layers with their experts."""
+    if found.experts is not None or not found.dense_layers:
+        stays, moved = "", found.layer_bytes
+    else:
+        stays, moved = f"{plan.resident} of {len(plan.layers)} layers stay, ", plan.moved_bytes
+    if not moved:
+        return ["  streaming       every layer has memory of its own: nothing crosses the link"] if stays else []
+    rate = link_bytes_per_s / moved
+    return [f"  streaming       {stays}{gib(moved)} a token; {link_bytes_per_s / 1e9:g} GB/s allow {rate:.3g} tokens/s"]
+
+
+def describe_dense(found: Inspection, plan: DensePlan) -> list[str]:
+    """Beside slots: what stays on the device and what is streamed there, and what the host holds."""
+    bank = require_experts(found).total_bytes
+    if not plan.streamed:
+        return ["  dense weights   all stay on the device", f"  host            {gib(bank)} of experts, pinned"]
+    stays = found.rest_bytes + plan.resident_bytes
+    staging = HOST_BLOCKS * max(plan.layers)
+    return [
+        f"  dense, staying  {stays} B ({gib(stays)}): {gib(found.rest_bytes)} outside the layers, "
+        f"{plan.resident} of {len(plan.layers)} layers",
+        f"  dense, streamed {plan.moved_bytes} B ({gib(plan.moved_bytes)}) a token, through {plan.ring} blocks of "
+        f"{gib(plan.block_bytes)}",
+        f"  host            {gib(bank)} of experts and {gib(staging)} of staging, pinned; {gib(plan.streamed_bytes)} of page "
+        f"cache spare reading the disk for each token",
+    ]
+
+
+def describe_experts(experts: ExpertSizes) -> list[str]:
+    return [
+        f"  experts         {experts.total_bytes} B ({gib(experts.total_bytes)}) in {experts.total_experts} experts: "
+        f"{experts.moe_layers} layers of {_of_each(experts)}",
+        f"  one expert      {experts.expert_bytes} B ({gib(experts.expert_bytes)})",
+        f"  one token       T = {experts.moe_layers} layers x {experts.top_k} = {experts.per_token} experts, "
+        f"{gib(experts.per_token * experts.expert_bytes)}",
+    ]
+
+
+def _of_each(experts: ExpertSizes) -> str:
+    same = experts.total_experts == experts.moe_layers * experts.experts_per_layer
+    return f"{experts.experts_per_layer}" if same else f"up to {experts.experts_per_layer}"
+
+
+def describe_card(
+    found: Inspection, dense: DensePlan, vram_bytes: int, budget_bytes: int, max_seq_len: int
+) -> list[str]:
+    parts = {"dense weights": found.rest_bytes + dense.resident_bytes}
+    if dense.ring:
+        parts["blocks that layers stream through"] = dense.ring_bytes
+    lines = [f"  card            {gib(vram_bytes)}"]
+    parts |= beside_slots(found, max_seq_len)
+    lines += [f"                  - {gib(nbytes)} {name}" for name, nbytes in parts.items()]
+    return [*lines, f"                  = {budget_bytes / GIB:.3f} GiB for slots", ""]
+
+
+def slot_table(outlooks: list[SlotOutlook], link_bytes_per_s: float) -> list[str]:
+    """What the link alone allows; the time of the arithmetic comes on top."""
+    lines = [
+        f"  expert_cache_gb  slots  scratch     T   all missed    uniform routing   (link {link_bytes_per_s / 1e9:g} GB/s)",
+    ]
+    for o in outlooks:
+        estimate = "no misses" if o.tokens_per_s_estimated is None else f"{o.tokens_per_s_estimated:.3g} tok/s"
+        lines.append(
+            f"  {o.plan.budget_bytes / GIB:>15.4f}  {o.plan.slots:>5}  {o.plan.scratch:>7}  {o.plan.slots / o.per_token:>4.2f}"
+            f"  {o.tokens_per_s_all_missed:>5.3g} tok/s  {estimate:>11} at {o.uniform_hit_rate:.2f}"
+        )
+    return lines

@@ -1,0 +1,180 @@
+#!/usr/bin/env python
+"""Dense weights that stream beside experts in slots: time per token against its floor, and the same tokens as all-resident.
+
+    python benchmarks/dense_streaming.py --geometry phi-tiny --output-json benchmarks/results/dense-streaming.json
+    python benchmarks/dense_streaming.py --geometry tiny --resident-part 0 --device cpu --tokens 4      # seconds: checks it
+
+The decoder layers' dense weights are held to a part of their size (a quarter unless said otherwise) and then not at all, with
+the same slots, in one process. A decoded token's time is taken from whole calls of generate without a streamer: (time of
+N + 1 new tokens - time of 1) / N, the median of several. Its floor is the largest of: dense bytes streamed over the host's
+copy bandwidth; dense bytes streamed and expert bytes missed over the pinned link; bytes the device must read over its
+bandwidth. The tokens are a fixed random script; what greedy decoding would have taken at each step is compared. The last line
+is one JSON object; exit code 1 when the tokens differ.
+"""
+
+from __future__ import annotations
+
+import argparse
+import gc
+import json
+import statistics
+import sys
+import time
+from collections.abc import Iterator
+from concurrent.futures import wait
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+import torch
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+from benchmarks import floors, machine  # noqa: E402
+from benchmarks.build_checkpoint import ensure  # noqa: E402
+from benchmarks.cases import Script  # noqa: E402
+from benchmarks.expert_cache import random_ids  # noqa: E402
+from benchmarks.geometry import GEOMETRIES, GIB  # noqa: E402
+from benchmarks.report import Sizes  # noqa: E402
+
+PROMPT_TOKENS = 32
+
+
+class Bench:
+    """One checkpoint on one device, and what every measurement shares."""
+
+    def __init__(self, args: argparse.Namespace) -> None:
+        from airllm.inspect_model import inspect_folder
+
+        self.args, self.device = args, machine.pick_device(args.device)
+        self.dtype = "float16" if self.device.type == "cuda" else "float32"
+        geometry = GEOMETRIES[args.geometry]
+        self.folder = ensure(args.work_dir / f"{args.geometry}-{self.dtype}", geometry, self.dtype, 0)
+        found = inspect_folder(self.folder)
+        self.layer_bytes, self.sizes = sum(found.dense_layers), Sizes.of(found, self.dtype)
+        self.budget_gb = args.expert_cache_gb or geometry.default_budget_gb(self.sizes.bytes_per_value)
+        self.prompt = torch.tensor([random_ids(self.folder, PROMPT_TOKENS, 1000)], device=self.device)
+        self.script = random_ids(self.folder, args.tokens + 1, 7_000_000)
+        large = 2**31 if self.device.type == "cuda" else 2**24
+        self.rates = machine.bandwidths(self.device, self.sizes.expert_bytes, large)
+
+    def call(self, model: Any, tokens: int) -> tuple[float, list[int]]:
+        """Seconds to decode the script, and the tokens that greedy decoding wanted."""
+        script = Script(self.script)
+        machine.synchronize(self.device)
+        start = time.perf_counter()
+        model.generate(
+            input_ids=self.prompt,
+            attention_mask=torch.ones_like(self.prompt),
+            logits_processor=[script],
+            max_new_tokens=tokens,
+            min_new_tokens=tokens,
+            do_sample=False,
+            pad_token_id=0,
+        )
+        machine.synchronize(self.device)
+        return time.perf_counter() - start, script.predictions()
+
+
+def moved(model: Any) -> tuple[int, int]:
+    """Bytes so far: of experts over the link, of dense weights into the ring, once what is read ahead has arrived."""
+    experts, streamer = model.get_expert_cache_stats()["h2d_bytes"], model._streamer
+    if streamer is None:
+        return experts, 0
+    wait([fill for fill in streamer._fills if fill is not None])
+    return experts, model.get_stream_stats()["filled_bytes"]
+
+
+def decode(bench: Bench, model: Any) -> dict[str, Any]:
+    """Seconds a decoded token, what moved for it, and the tokens wanted."""
+    tokens = bench.args.tokens
+    wanted = bench.call(model, tokens + 1)[1]
+    steps, experts, dense = [], [], []
+    for _ in range(bench.args.repeats):
+        alone = bench.call(model, 1)[0]
+        before = moved(model)
+        again = bench.call(model, 1)[0]
+        between = moved(model)
+        whole = bench.call(model, tokens + 1)[0]
+        after = moved(model)
+        steps.append((whole - min(alone, again)) / tokens)
+        for per_token, first, middle, last in zip((experts, dense), before, between, after, strict=True):
+            per_token.append((last - 2 * middle + first) / tokens)
+    return {
+        "step_s": statistics.median(steps),
+        "steps_s": steps,
+        "missed_bytes": statistics.median(experts),
+        "streamed_bytes": statistics.median(dense),
+        "wanted": wanted,
+    }
+
+
+def measure(bench: Bench, resident_gb: float | str) -> dict[str, Any]:
+    """One model with so much of its layers resident, and the floor of its decoded token."""
+    from airllm import AutoModel
+
+    gc.collect()
+    if bench.device.type == "cuda":
+        torch.cuda.empty_cache()
+        torch.cuda.reset_peak_memory_stats()
+    keywords = {"expert_cache_backend": "slot", "expert_cache_gb": bench.budget_gb, "resident_gb": resident_gb}
+    with AutoModel.from_pretrained(bench.folder, device=str(bench.device), dtype=bench.dtype, **keywords) as model:
+        row = decode(bench, model)
+        stats = model.get_expert_cache_stats()
+        row["stats"] = {name: stats[name] for name in sorted(stats) if "dense" in name or "reason" in name or "alloc" in name}
+        row["slots"] = stats["slot_count"]
+    floor = floors.dense_floor(row["streamed_bytes"], row["missed_bytes"], bench.sizes.device_read_bytes, bench.rates)
+    peak = machine.device_memory(bench.device).get("peak_reserved_bytes")
+    return row | {"floor": asdict(floor), "times_floor": row["step_s"] / floor.seconds, "peak_reserved_bytes": peak}
+
+
+def as_text(result: dict[str, Any]) -> Iterator[str]:
+    hardware = result["hardware"]
+    yield f"{hardware['device']}, torch {hardware['torch']}, transformers {hardware['transformers']}, {result['dtype']}"
+    for name, row in result["runs"].items():
+        stats = row["stats"]
+        yield (
+            f"  {name}: {row['step_s'] * 1e3:.2f} ms a token, {row['times_floor']:.2f} x its floor ({row['floor']['set_by']}); "
+            f"{row['streamed_bytes'] / 2**20:.1f} MiB of dense weights and {row['missed_bytes'] / 2**20:.1f} MiB of experts "
+            f"moved a token, {stats['allocated_device_bytes'] / 2**20:.1f} MiB held on the device"
+        )
+    same = result["tokens"]
+    yield f"  tokens: {same['equal']} of {same['compared']} equal those of the run with everything resident"
+
+
+def main(arguments: list[str] | None = None) -> int:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--geometry", choices=GEOMETRIES, default="phi-tiny")
+    parser.add_argument("--resident-part", type=float, default=0.25, help="of the decoder layers' dense bytes")
+    parser.add_argument("--expert-cache-gb", type=float, help="default 0.75; tiny: 1.14 T")
+    parser.add_argument("--tokens", type=int, default=32)
+    parser.add_argument("--repeats", type=int, default=3)
+    parser.add_argument("--device")
+    parser.add_argument("--work-dir", type=Path, default=Path(".bench"))
+    parser.add_argument("--output-json", type=Path)
+    args = parser.parse_args(arguments)
+    bench = Bench(args)
+    part_gb = args.resident_part * bench.layer_bytes / GIB
+    runs = {"dense weights held to a part": measure(bench, part_gb), "all dense weights resident": measure(bench, "all")}
+    part, whole = (row.pop("wanted") for row in runs.values())
+    result = {
+        "benchmark": "dense_streaming",
+        "geometry": args.geometry,
+        "dtype": bench.dtype,
+        "hardware": machine.hardware(bench.device),
+        "bandwidths": bench.rates,
+        "expert_cache_gb": bench.budget_gb,
+        "resident_gb": part_gb,
+        "layer_dense_bytes": bench.layer_bytes,
+        "runs": runs,
+        "tokens": floors.same_prefix([part], [whole]),
+    }
+    print("\n".join(as_text(result)))
+    line = json.dumps(result)
+    if args.output_json:
+        args.output_json.write_text(line + "\n", encoding="utf-8")
+    print(line)
+    return 0 if result["tokens"]["identical"] else 1
+
+
+if __name__ == "__main__":
+    sys.exit(main())
