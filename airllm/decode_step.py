@@ -201,13 +201,16 @@ class DecodeStepper:
             for name, value in kwargs.items()
             if name not in _READ and name != self.cache_name and value is not None and value is not False
         ]
+        if kwargs.get("position_ids") is None:  # the model would make its own, by a rule that may be its own
+            self.reason = "the model's forward is called without position_ids"
+            return False
         if odd:
             self.reason = f"the model's forward is called with {', '.join(odd)} of a kind that steps do not take"
         return not odd
 
     def _step(self, state: StepState, kwargs: dict[str, Any]) -> Any:
         self.engine.enter()
-        state.load(kwargs["input_ids"], kwargs.get("position_ids"), kwargs.get("attention_mask"))
+        state.load(kwargs["input_ids"], kwargs["position_ids"], kwargs.get("attention_mask"))
         if state.graph is None and state.warm and self._stream is not None:
             self._capture(state)
         if state.graph is not None:

@@ -2,7 +2,8 @@
 
 The trial is three tokens through the model's own forward with experts that answer zero. The last of them goes once as
 transformers does it and once as a step; the logits must agree, every layer must get the mask that was made for it, and the
-step must not read anything back from the device, for then it could not be recorded.
+step must not read anything back from the device, for then it could not be recorded. How far each layer looks back shows in
+the masks that transformers makes after a long sequence, which is only pretended.
 """
 
 from __future__ import annotations
@@ -22,7 +23,7 @@ from transformers.cache_utils import DynamicLayer, DynamicSlidingWindowLayer
 
 from airllm.experts.runtime import SlotExpertRuntime
 from airllm.skeleton import decoder_layers
-from airllm.step_cache import LayerShape
+from airllm.step_cache import LayerShape, StepCache
 from airllm.step_state import StepPlan, StepState
 
 log = logging.getLogger(__name__)
@@ -30,6 +31,8 @@ log = logging.getLogger(__name__)
 _ATTENTION = ("sdpa", "eager")
 _LAYER_TYPES = {"full_attention", "sliding_attention"}
 _TRIED, _CAPACITY = 3, 8
+_PRETENDED = 2**20
+"""Positions before a token whose masks are looked at; a layer that looks back farther looks back all the way."""
 _TOLERANCE = {torch.float32: 1e-3, torch.float16: 2e-2, torch.bfloat16: 1e-1}
 """By how much, of the largest logit, a step's logits may differ: what is wrong differs by more than rounding."""
 _READS = {
@@ -129,6 +132,7 @@ class _Trial:
         self._config: Any = model.config.get_text_config()
         self._device = runtime.pool.blocks[0].device
         self._ids = torch.arange(1, 1 + _TRIED, device=self._device)[None]
+        self._positions = torch.full((1, 1), _TRIED - 1, device=self._device)
         self._layers = [layer for _, layer in decoder_layers(model)[1]]
         self._noted = _Noted()
 
@@ -143,7 +147,29 @@ class _Trial:
         calls = self._noted.calls
         if calls != list(range(self._runtime.layers)):
             raise NoStepsError(f"a forward calls the layers' experts in the order {calls}")
-        return StepPlan(layers, self._types(layers), self._noted.top_k)
+        top_k = self._noted.top_k
+        layers = tuple(map(_seen_through, layers, self._windows(layers)))
+        return StepPlan(layers, self._types(layers), top_k)
+
+    def _windows(self, layers: tuple[LayerShape, ...]) -> list[int | None]:
+        """How far each layer looks back, by the mask it gets after a long sequence. No layer is computed."""
+        cache = StepCache(layers, 1, 1, self._model.dtype, self._device)
+        cache.advance(_PRETENDED)
+        masks: list[Any] = []
+
+        def pass_by(hidden: torch.Tensor, *_: Any, attention_mask: Any, **__: Any) -> torch.Tensor:
+            masks.append(attention_mask)
+            return hidden
+
+        with contextlib.ExitStack() as restored:
+            for layer in self._layers:
+                layer.forward = pass_by
+                restored.callback(delattr, layer, "forward")
+            self._forward(self._ids[:, -1:], cache, position_ids=self._positions)
+        windows = [_window_of(mask) for mask in masks]
+        if len(windows) != len(layers) and len(set(windows)) > 1:
+            raise NoStepsError(f"its {len(windows)} decoder layers look back differently far, and its cache has {len(layers)}")
+        return windows if len(windows) == len(layers) else [windows[0]] * len(layers)
 
     def _types(self, layers: tuple[LayerShape, ...]) -> dict[str, int | None] | None:
         """A mask for each type of layer only where one for all does not do."""
@@ -162,8 +188,7 @@ class _Trial:
         """The last token as a step. Raises NoStepsError when that is not what the forward computes, or cannot be recorded."""
         state = StepState(self._model, plan, 1, _CAPACITY, self._device)
         self._forward(self._ids[:, :-1], state.cache)
-        positions = torch.full((1, 1), _TRIED - 1, device=self._device)
-        state.load(self._ids[:, -1:], positions, None)
+        state.load(self._ids[:, -1:], self._positions, None)
         masks, reads = state.masks(), _HostReads()
         with self._noting_masks(), reads, state.cache.writing_at(state.slot):
             logits = self._forward(self._ids[:, -1:], state.cache, attention_mask=masks, position_ids=state.positions)[:, -1]
@@ -225,6 +250,26 @@ def _shape_of(layer: Any, dtype: torch.dtype) -> LayerShape:
     if {keys.dtype, values.dtype} != {dtype}:
         raise NoStepsError(f"its cache holds {keys.dtype}, the model is {dtype}")
     return LayerShape(keys.shape[1], keys.shape[3], values.shape[3], getattr(layer, "sliding_window", None))
+
+
+def _seen_through(layer: LayerShape, window: int | None) -> LayerShape:
+    """``layer``, so far with the window of transformers' own cache, with that of its mask."""
+    if layer.window is not None and (window is None or window > layer.window):
+        raise NoStepsError(f"its cache forgets what is {layer.window} positions back, its masks do not")
+    return layer._replace(window=window)
+
+
+def _window_of(mask: Any) -> int | None:
+    """How many positions the mask of one token, [1, 1, 1, positions], shows: the last ones, or all (None)."""
+    if mask is None:
+        return None
+    if not isinstance(mask, torch.Tensor) or tuple(mask.shape[:3]) != (1, 1, 1) or mask.shape[3] <= _PRETENDED:
+        raise NoStepsError(f"its masks are of another kind ({getattr(mask, 'shape', type(mask).__name__)})")
+    shown = mask.flatten() if mask.dtype == torch.bool else mask.flatten() == 0
+    count = int(shown.sum())
+    if not bool(shown[len(shown) - count :].all()):
+        raise NoStepsError("its masks show something else than the latest positions")
+    return None if count == len(shown) else count
 
 
 class _HostReads(TorchDispatchMode):

@@ -58,15 +58,11 @@ class StepState:
         self.cache.reset()
         self.begun = False
 
-    def load(self, ids: torch.Tensor, positions: torch.Tensor | None, mask: torch.Tensor | None) -> None:
+    def load(self, ids: torch.Tensor, positions: torch.Tensor, mask: torch.Tensor | None) -> None:
         """Take one step's input: ``ids`` and ``positions`` [B, 1], ``mask`` [B, positions so far]."""
-        seen = self.cache.seen
         self.ids.copy_(ids)
-        self.slot.fill_(seen)
-        if positions is None:
-            self.positions.fill_(seen)
-        else:
-            self.positions.copy_(positions)
+        self.slot.fill_(self.cache.seen)
+        self.positions.copy_(positions)
         if not self.begun:  # later masks only grow by ones
             self.padding.fill_(True)
             if mask is not None:
