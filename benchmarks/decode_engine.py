@@ -121,8 +121,9 @@ def decode(bench: Bench, model: Any, batch: int = 1) -> dict[str, Any]:
 
 def replay_s(bench: Bench, model: Any) -> float | None:
     """Seconds of the recorded step alone (its experts resident, since the token is the same again)."""
-    state = model._stepper._state
-    if bench.device.type != "cuda" or state is None or state.graph is None:
+    stepper = getattr(model, "_stepper", None)
+    state = stepper._states[-1] if stepper is not None and stepper._states else None
+    if state is None or state.graph is None:
         return None
     state.graph.replay()
     machine.synchronize(bench.device)

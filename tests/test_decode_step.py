@@ -186,13 +186,37 @@ def test_a_cache_too_large_for_the_limit_goes_the_plain_way(oracle, model, monke
     assert "above the limit of 1000 B" in reason(model)
 
 
+def rows_kept(model):
+    return [state.batch for state in model._stepper._states]
+
+
 def test_calls_share_their_fixed_tensors_while_these_fit(oracle, model):
     both(oracle, model)
-    state = model._stepper._state
+    kept = model._stepper._states[-1]
     both(oracle, model, input_ids=ids([[3, 4]]), max_new_tokens=7)
-    assert model._stepper._state is state
+    assert model._stepper._states[-1] is kept
     both(oracle, model, input_ids=ids([[3, 4], [9, 1]]))
-    assert model._stepper._state is not state
+    assert model._stepper._states[-1] is not kept
+    both(oracle, model)
+    assert model._stepper._states[-1] is kept, "batches in turn must not record anew"
+
+
+def test_the_least_recently_used_fixed_tensors_go_first(oracle, monkeypatch):
+    with load() as model:
+        for rows in (1, 2, 3, 4, 1, 5):
+            both(oracle, model, input_ids=ids([[3, 4]] * rows), max_new_tokens=3)
+        assert rows_kept(model) == [3, 4, 1, 5]
+        bytes_kept = model.get_expert_cache_stats()["step_cache_bytes"]
+        assert bytes_kept == sum(state.cache.nbytes for state in model._stepper._states)
+        monkeypatch.setattr(decode_step, "MAX_CACHE_BYTES", bytes_kept * 7 // 13)
+        both(oracle, model, input_ids=ids([[3, 4]] * 2), max_new_tokens=3)
+        assert rows_kept(model) == [5, 2], "7 rows' bytes of the 13 that were kept"
+
+
+def test_a_longer_call_replaces_the_fixed_tensors_of_its_batch(oracle, model):
+    both(oracle, model, max_new_tokens=3)
+    both(oracle, model, input_ids=ids([[1 + n % 200 for n in range(260)]]), max_new_tokens=3)
+    assert rows_kept(model).count(1) == 1 and model._stepper._states[-1].capacity == 2 * decode_step.CAPACITY_STEP
 
 
 def test_a_cache_that_is_handed_out_is_the_callers_own(oracle, model):
@@ -319,7 +343,7 @@ def test_a_closed_model_gives_the_cache_back():
     model.generate(ids(), max_new_tokens=3, do_sample=False, pad_token_id=0)
     stepper = model._stepper
     model.close()
-    assert stepper._state is None
+    assert not stepper._states
 
 
 @pytest.mark.gpu
@@ -330,6 +354,16 @@ def test_a_step_is_recorded_once_and_replayed(oracle):
         both(oracle, model, max_new_tokens=20)
         stats = model.get_expert_cache_stats()
         assert stats["device_engine_captures"] == 1 and stats["device_engine_reason"] == ""
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not GPU, reason="needs a GPU")
+def test_batches_in_turn_are_recorded_once_each(oracle):
+    with load() as model:
+        for rows in (1, 2, 4, 1, 4, 2, 1):
+            both(oracle, model, input_ids=ids([[3, 4]] * rows))
+        stats = model.get_expert_cache_stats()
+        assert stats["device_engine_captures"] == 3 and stats["step_graph_bytes"] > 0
 
 
 @pytest.mark.gpu
