@@ -52,7 +52,7 @@ class AirLLMPhiMoE(AirLLMBaseModel):
     def _finish(self, model: PreTrainedModel, forward_guard: guard.ForwardGuard) -> None:
         # The stock module builds its tables on the host in every forward, and its LongRoPE is wrong since transformers 5.15.
         inner = model.model
-        inner.rotary_emb = PhiMoERotaryEmbedding(model.config).to(self.options.device)
+        inner.rotary_emb = PhiMoERotaryEmbedding(model.config).to(self.options.device).eval()
         reread_at_switch(model)
         super()._finish(model, forward_guard)
 
@@ -62,12 +62,11 @@ class AirLLMPhiMoE(AirLLMBaseModel):
         if runtime.engine is None:
             log.warning("expert_cache_engine='device': the plain engine serves this model (%s)", self._engine_reason)
             return
-        layers = [layer for _, layer in decoder_layers(model)[1]]
         unfused = why_not_fused(model)
         fused = None if unfused else PhiMoEStep(model, runtime.engine)
         if unfused:
             log.info("decoded tokens run the stock modules' kernels: %s", unfused)
-        self._stepper = self._guard.stepper = DecodeStepper(model, runtime.engine, watch, fused, [] if unfused else layers)
+        self._stepper = self._guard.stepper = DecodeStepper(model, runtime.engine, watch, fused)
         self._resources.callback(self._stepper.close)
 
     def generate(self, *args: Any, **kwargs: Any) -> Any:

@@ -11,12 +11,11 @@ import inspect
 import logging
 import threading
 import weakref
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from typing import Any
 
 import torch
-from torch import nn
 from transformers import PreTrainedModel
 from transformers.modeling_outputs import MoeCausalLMOutputWithPast
 
@@ -112,9 +111,9 @@ class DecodeStepper:
     Args:
         watch: learns each layer's output.
         fused: computes a step (logits [B, 1, vocabulary], hidden states after each layer) in place of the model's own forward.
-        layers: whose weights ``fused`` reads; a call of generate is not served by steps while they are not as they were.
 
-    Nothing here holds the model, so that dropping the model frees its memory at once.
+    A call of generate is not served by steps while the model's modules, weights and hooks are not as they were when this was
+    made. Nothing here holds the model, so that dropping the model frees its memory at once.
     """
 
     def __init__(
@@ -123,10 +122,9 @@ class DecodeStepper:
         engine: DeviceEngine,
         watch: LayerWatch,
         fused: Callable[[StepState], tuple[torch.Tensor, list[torch.Tensor]]] | None = None,
-        layers: Sequence[nn.Module] = (),
     ) -> None:
         self.engine = engine
-        self._fused, self._unchanged = fused, [Unchanged(layer) for layer in layers]
+        self._fused, self._unchanged = fused, Unchanged(model)
         self.reason = "no call of generate yet"
         self.steps = self.captures = 0
         self._model = weakref.ref(model)
@@ -178,8 +176,8 @@ class DecodeStepper:
     def _refuse(self, config: Any, model_kwargs: dict[str, Any], mode: Any, batch: int, length: int) -> str:
         if self._broken:
             return self._broken
-        if not all(self._unchanged):
-            return "the model's layers were changed, or hooks were put into them"
+        if not self._unchanged:
+            return "the model's modules were changed, or hooks were put into them"
         name, model = getattr(mode, "value", mode), self._model()
         if name not in _MODES:
             return f"generation mode {name!r}"

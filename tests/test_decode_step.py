@@ -180,6 +180,35 @@ def test_what_is_no_step_goes_the_plain_way_and_says_why(oracle, model, way):
     assert steps(model) == before and why in reason(model)
 
 
+LISTENED = ["model", "model.embed_tokens", "model.layers.1", "model.layers.1.mlp", "model.norm", "lm_head"]
+
+
+@pytest.mark.parametrize("where", LISTENED)
+@pytest.mark.parametrize("when", ["before", "after"])
+def test_who_listens_to_a_module_hears_every_token(oracle, model, where, when):
+    heard = []
+    module = model.model.get_submodule(where)
+    register = module.register_forward_hook if when == "after" else module.register_forward_pre_hook
+    hook = register(lambda *_: heard.append(1))
+    before = steps(model)
+    both(oracle, model)
+    hook.remove()
+    assert len(heard) == 10 and steps(model) == before and "hooks" in reason(model)
+    both(oracle, model)
+    assert steps(model) == before + 9
+
+
+def test_another_head_is_the_one_that_is_used(oracle, model):
+    kept = [each.lm_head for each in (oracle, model.model)]
+    other = torch.nn.Linear(kept[0].in_features, kept[0].out_features, device=DEVICE).eval()
+    try:
+        oracle.lm_head = model.model.lm_head = other
+        both(oracle, model)
+        assert "changed" in reason(model)
+    finally:
+        oracle.lm_head, model.model.lm_head = kept
+
+
 def test_a_cache_too_large_for_the_limit_goes_the_plain_way(oracle, model, monkeypatch):
     monkeypatch.setattr(decode_step, "MAX_CACHE_BYTES", 1000)
     both(oracle, model)
