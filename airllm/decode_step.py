@@ -228,10 +228,13 @@ class DecodeStepper:
         assert model is not None
         for _ in range(2):
             try:
-                return StepState(model, batch, _rounded(length), self.engine.device)
+                state = StepState(model, batch, _rounded(length), self.engine.device)
             except torch.OutOfMemoryError as error:
                 self.reason = f"no memory for a static cache of {batch} x {length} positions ({error})"
                 self._states.clear()
+            else:
+                self.reason = ""
+                return state
         return None
 
     @property
