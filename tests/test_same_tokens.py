@@ -101,5 +101,5 @@ def test_five_prompts_go_on_as_in_transformers(asked, engine, dtype):
 @pytest.mark.parametrize("engine", ["plain", "device"])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16], ids=str)
 def test_twenty_prompts_go_on_as_in_transformers(asked, engine, dtype):
-    """The device engine rounds on its own: in half precision it may decide otherwise where the two best are a rounding apart."""
+    """In half precision the device engine, which rounds on its own, may decide otherwise where the two best are that near."""
     compare(asked, engine, "cuda:0", dtype, 20, 128)
