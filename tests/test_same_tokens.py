@@ -4,9 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
+import families
 import pytest
+import slot_models
 import torch
-from slot_rig import gpu
+from slot_rig import DEVICES, gpu
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 import airllm
@@ -81,6 +83,23 @@ def ours(engine: str, device: str, dtype: torch.dtype, texts: list[torch.Tensor]
     assert stats["slot_count"] == SLOTS and stats["engine"] == engine and stats["evictions"] > 0
     assert engine == "plain" or (stats["device_engine_steps"], stats["device_engine_reason"]) == (len(texts) * (new - 1), "")
     return tokens
+
+
+@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize("policy", ["aged", "lru"])
+@pytest.mark.parametrize("slots", [2, 3, 5])
+def test_fewer_slots_than_layers_are_enough(checkpoint, slots, policy, device):
+    """As in Phi-3.5-MoE at 0.75 GiB: five slots for 32 layers, most of which then have none."""
+    folder = checkpoint("phimoe", num_hidden_layers=8)
+    oracle, prompt = slot_models.oracle(folder, device=device), torch.tensor([[5, 91, 17, 230]], device=device)
+    options = {"expert_cache_engine": "device", "expert_cache_policy": policy}
+    with slot_models.load(folder, slots, device=device, **options) as model:
+        for new in (12, 30):
+            assert torch.equal(families.greedy(model, prompt, new), families.greedy(oracle, prompt, new))
+        stats = model.get_expert_cache_stats()
+        assert (stats["slot_count"], stats["device_engine_steps"], stats["device_engine_reason"]) == (slots, 40, "")
+        assert (stats["hits"] > 0) == (policy == "aged"), "one LRU below the experts of a token has no hit"
+        slot_models.check(model)
 
 
 def compare(asked: Callable[..., tuple], engine: str, device: str, dtype: torch.dtype, count: int, new: int) -> None:

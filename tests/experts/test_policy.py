@@ -7,6 +7,7 @@ import random
 import pytest
 
 from airllm.experts import policy as policies
+from airllm.experts import policy as policies
 from airllm.experts.policy import AgedPolicy, LruPolicy, SlotPolicy, layer_spans, make_policy
 
 EITHER = pytest.mark.parametrize("choice", ["lru", "aged"])
@@ -213,6 +214,14 @@ def test_layers_share_slots_in_groups_of_like_size(slots, layers, groups):
     for first, end in distinct:
         share = slots * spans.count((first, end)) / layers
         assert abs(end - first - share) < 1 and end - first <= 512 * 1.1
+
+
+@pytest.mark.parametrize("group", [1, 2, 7, 512])
+def test_no_layer_is_without_slots_to_share(group, monkeypatch):
+    monkeypatch.setattr(policies, "GROUP_SLOTS", group)
+    for layers in range(1, 65):
+        for slots in range(1, 200):
+            assert all(first < end for first, end in layer_spans(slots, layers)), (layers, slots)
 
 
 @pytest.mark.parametrize(("layers", "experts"), [(32, 16), (48, 128), (61, 256), (3, 700)])
