@@ -15,7 +15,6 @@ from benchmarks import decode_engine  # noqa: E402
 from benchmarks.build_checkpoint import tensors  # noqa: E402
 from benchmarks.geometry import GEOMETRIES, GIB  # noqa: E402
 
-
 SIBLINGS = [("phi-tiny", 73, 3.8), ("phi-mini", 34, 7.6), ("phi-3.5", 5, 41.9)]
 
 

@@ -7,7 +7,6 @@ import random
 import pytest
 
 from airllm.experts import policy as policies
-from airllm.experts import policy as policies
 from airllm.experts.policy import AgedPolicy, LruPolicy, SlotPolicy, layer_spans, make_policy
 
 EITHER = pytest.mark.parametrize("choice", ["lru", "aged"])
