@@ -33,7 +33,7 @@ from benchmarks import floors, forced_routing, kernel_table, machine, policy_rep
 from benchmarks.build_checkpoint import ensure  # noqa: E402
 from benchmarks.cases import Script  # noqa: E402
 from benchmarks.expert_cache import random_ids  # noqa: E402
-from benchmarks.geometry import GEOMETRIES  # noqa: E402
+from benchmarks.geometry import GEOMETRIES, Geometry  # noqa: E402
 from benchmarks.report import Sizes  # noqa: E402
 from benchmarks.routing_traces import read_trace  # noqa: E402
 
@@ -42,13 +42,10 @@ REPLAYED_TOKENS = 384
 
 
 class Bench:
-    """One checkpoint on one device, and what every measurement shares."""
+    """One checkpoint on one device, and what every measurement shares. ``args``: ``tokens``, ``repeats``."""
 
-    def __init__(self, args: argparse.Namespace) -> None:
-        self.args, self.device = args, machine.pick_device(args.device)
-        self.dtype = "float16" if self.device.type == "cuda" else "float32"
-        self.geometry = GEOMETRIES[args.geometry].cut(args.layers)
-        self.folder = ensure(args.work_dir / f"{self.geometry.name}-{self.dtype}", self.geometry, self.dtype, 0)
+    def __init__(self, args: argparse.Namespace, device: torch.device, dtype: str, folder: Path) -> None:
+        self.args, self.device, self.dtype, self.folder = args, device, dtype, folder
         from airllm.inspect_model import inspect_folder
 
         self.sizes = Sizes.of(inspect_folder(self.folder), self.dtype)
@@ -73,12 +70,13 @@ class Bench:
         self.forget()
 
     @contextmanager
-    def resident(self, dtype: str) -> Iterator[Any]:
+    def resident(self, dtype: str, experts: str | None = "eager") -> Iterator[Any]:
+        """The model in plain transformers, all of it on the device; ``experts`` None is what transformers takes by itself."""
         from transformers import AutoModelForCausalLM
 
-        yield AutoModelForCausalLM.from_pretrained(
-            self.folder, dtype=getattr(torch, dtype), experts_implementation="eager", device_map={"": str(self.device)}
-        )
+        options = {"dtype": getattr(torch, dtype), "device_map": {"": str(self.device)}}
+        options |= {} if experts is None else {"experts_implementation": experts}
+        yield AutoModelForCausalLM.from_pretrained(self.folder, **options)
         self.forget()
 
     def forget(self) -> None:
@@ -98,6 +96,14 @@ class Bench:
             )
         machine.synchronize(self.device)
         return time.perf_counter() - start, out
+
+
+class PhiBench(Bench):
+    """A PhiMoE of a known geometry."""
+
+    def __init__(self, args: argparse.Namespace, device: torch.device, dtype: str, folder: Path, geometry: Geometry) -> None:
+        super().__init__(args, device, dtype, folder)
+        self.geometry = geometry
 
 
 def decode(bench: Bench, model: Any, batch: int = 1) -> dict[str, Any]:
@@ -120,6 +126,7 @@ def decode(bench: Bench, model: Any, batch: int = 1) -> dict[str, Any]:
     return {"step_s": statistics.median(steps), "steps_s": steps, "moved_bytes": statistics.median(moved)} | {
         "hit_rate": hits / (hits + misses) if hits + misses else None,
         "slots": after["slot_count"],
+        "engine": after["engine"],
         "reason": after["device_engine_reason"],
         "steps_served": after.get("device_engine_steps"),
         "peak_reserved_bytes": machine.device_memory(bench.device).get("peak_reserved_bytes"),
@@ -141,7 +148,7 @@ def replay_s(bench: Bench, model: Any) -> float | None:
     return (time.perf_counter() - start) / 20
 
 
-def decoding(bench: Bench) -> dict[str, Any]:
+def decoding(bench: PhiBench) -> dict[str, Any]:
     """Budgets and batches: time, floor with an LRU's misses, hit rate."""
     tokens_read = bench.sizes.device_read_bytes
     everything = (bench.sizes.total_experts + 0.5) * bench.sizes.expert_bytes / 2**30
@@ -163,7 +170,7 @@ def decoding(bench: Bench) -> dict[str, Any]:
     return found
 
 
-def routing(bench: Bench) -> dict[str, Any]:
+def routing(bench: PhiBench) -> dict[str, Any]:
     """Decoding on recorded routing: time, floor with an LRU's misses, hit rates; and those of a replay, Belady's among them."""
     g, budget = bench.geometry, bench.args.expert_cache_gb
     table = forced_routing.mapped(read_trace(policy_replay.TINY), g.layers, g.experts, REPLAYED_TOKENS)
@@ -185,7 +192,7 @@ def routing(bench: Bench) -> dict[str, Any]:
     }
 
 
-def gain(bench: Bench) -> dict[str, Any]:
+def gain(bench: PhiBench) -> dict[str, Any]:
     """Seconds a token with the cache's policy, with one LRU, and with the slots of one layer alone, where nothing stays."""
     budget, one_layer = bench.args.expert_cache_gb, (bench.geometry.top_k + 0.5) * bench.sizes.expert_bytes / 2**30
     found: dict[str, Any] = {}
@@ -196,7 +203,7 @@ def gain(bench: Bench) -> dict[str, Any]:
     return found | {"times_faster_than": faster}
 
 
-def prompts(bench: Bench) -> dict[str, Any]:
+def prompts(bench: PhiBench) -> dict[str, Any]:
     """The time to the first token, and its floor: the whole bank over the link, or the arithmetic of the prompt."""
     found = {}
     rate = kernel_table.matmul_flops(bench.device, getattr(torch, bench.dtype), bench.geometry.hidden)
@@ -219,7 +226,7 @@ def prompts(bench: Bench) -> dict[str, Any]:
     return found
 
 
-def logits_error(bench: Bench) -> dict[str, Any]:
+def logits_error(bench: PhiBench) -> dict[str, Any]:
     """Mean and largest absolute error of the script's logits against a float32 model, of plain eager and of both engines."""
     ids, wanted = bench.ids(PROMPT_TOKENS), {"output_logits": True, "return_dict_in_generate": True}
 
@@ -244,7 +251,7 @@ def logits_error(bench: Bench) -> dict[str, Any]:
     }
 
 
-def sections(bench: Bench) -> dict[str, Callable[[], Any]]:
+def sections(bench: PhiBench) -> dict[str, Callable[[], Any]]:
     return {
         "kernels": lambda: kernel_table.measure(bench.geometry, bench.device, getattr(torch, bench.dtype), bench.rates),
         "decoding": lambda: decoding(bench),
@@ -297,6 +304,14 @@ def as_text(result: dict[str, Any]) -> Iterator[str]:
         yield f"  error against float32, {name}: mean {row['mean']:.2e}, largest {row['largest']:.2e}"
 
 
+def bench_of(args: argparse.Namespace) -> PhiBench:
+    device = machine.pick_device(args.device)
+    dtype = "float16" if device.type == "cuda" else "float32"
+    geometry = GEOMETRIES[args.geometry].cut(args.layers)
+    folder = ensure(args.work_dir / f"{geometry.name}-{dtype}", geometry, dtype, 0)
+    return PhiBench(args, device, dtype, folder, geometry)
+
+
 def main(arguments: list[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--geometry", choices=GEOMETRIES, default="phi-tiny")
@@ -310,7 +325,7 @@ def main(arguments: list[str] | None = None) -> int:
     parser.add_argument("--work-dir", type=Path, default=Path(".bench"))
     parser.add_argument("--output-json", type=Path)
     args = parser.parse_args(arguments)
-    bench = Bench(args)
+    bench = bench_of(args)
     args.expert_cache_gb = args.expert_cache_gb or bench.geometry.default_budget_gb(bench.sizes.bytes_per_value)
     result: dict[str, Any] = {"benchmark": "decode_engine", "geometry": bench.geometry.name, "dtype": bench.dtype}
     result |= {"hardware": machine.hardware(bench.device), "bandwidths": bench.rates, "budget_gb": args.expert_cache_gb}
