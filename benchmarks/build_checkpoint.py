@@ -101,9 +101,8 @@ class Pool:
     def __init__(self, seed: int, dtype: torch.dtype, values: int, common_std: float) -> None:
         self.generator = torch.Generator().manual_seed(seed)
         self.normal = torch.randn(values, generator=self.generator)
-        self.dtype = dtype
-        # Nearly every byte of a checkpoint has this scale, so these are cast once and written without a copy.
-        self.common = (self.normal * common_std).to(dtype)
+        self.dtype, self.common_std = dtype, common_std
+        self.scaled: dict[float, torch.Tensor] = {}  # cast once for each scale, and written without a copy
 
     def windows(self, tensor: Tensor) -> Iterator[memoryview]:
         """The tensor's bytes in order, in pieces no larger than the pool."""
@@ -117,9 +116,10 @@ class Pool:
     def piece(self, std: float | str | None, start: int, count: int) -> torch.Tensor:
         if std is None:
             return torch.ones(count, dtype=self.dtype)
-        if isinstance(std, str):
-            return self.common[start : start + count]
-        return (self.normal[start : start + count] * std).to(self.dtype)
+        scale = self.common_std if isinstance(std, str) else std
+        if scale not in self.scaled:
+            self.scaled[scale] = (self.normal * scale).to(self.dtype)
+        return self.scaled[scale][start : start + count]
 
 
 def as_bytes(tensor: torch.Tensor) -> memoryview:
@@ -162,7 +162,7 @@ def write_shard(path: Path, header: bytes, shard: list[Tensor], pool: Pool) -> N
 
 
 def build(folder: Path, geometry: Geometry, dtype: str, seed: int = 0, shard_bytes: int = SHARD_BYTES) -> int:
-    """Write the checkpoint into `folder` and return its bytes of weights. Peak memory is the pool's."""
+    """Write the checkpoint into `folder` and return its bytes of weights. Peak memory is the pool's, cast once for each scale."""
     pool_values = min(POOL_VALUES, 4 * geometry.expert_values * geometry.experts)
     pool = Pool(seed, DTYPES[dtype][1], pool_values, UNIT_OUTPUT_STD / math.sqrt(geometry.hidden))
     total = write_weights(folder, list(tensors(geometry)), pool, dtype, shard_bytes)
