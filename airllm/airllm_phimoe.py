@@ -47,6 +47,6 @@ class AirLLMPhiMoE(AirLLMBaseModel):
     def _finish(self, model: PreTrainedModel, forward_guard: guard.ForwardGuard) -> None:
         # The stock module builds its tables on the host in every forward, and its LongRoPE is wrong since transformers 5.15.
         inner = model.model
-        inner.rotary_emb = PhiMoERotaryEmbedding(model.config).to(self.options.device)
+        inner.rotary_emb = PhiMoERotaryEmbedding(model.config).to(self.options.device).eval()
         reread_at_switch(model)
         super()._finish(model, forward_guard)

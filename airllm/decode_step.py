@@ -10,12 +10,11 @@ from __future__ import annotations
 import logging
 import threading
 import weakref
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from typing import Any
 
 import torch
-from torch import nn
 from transformers import PreTrainedModel
 from transformers.modeling_outputs import MoeCausalLMOutputWithPast
 
@@ -32,6 +31,9 @@ log = logging.getLogger(__name__)
 CAPACITY_STEP = 256
 """Caches come in multiples of this many positions, so that calls of like length share one recording."""
 MAX_CACHE_BYTES = 2**30
+"""Of one call's cache, and of all that is kept between calls."""
+MAX_STATES = 4
+"""Numbers of rows whose cache and recording are kept, so that calls of different batches in turn record nothing anew."""
 _MODES = ("greedy_search", "sample", "beam_search", "beam_sample")
 _READ = {"input_ids", "attention_mask", "position_ids", "use_cache", "return_dict", "logits_to_keep"}
 
@@ -47,9 +49,9 @@ class DecodeStepper:
         watch: learns each layer's output.
         plan: see `airllm.step_plan.plan_steps`.
         fused: computes a step in place of the model's own forward.
-        layers: what a recorded step takes for granted; no call of generate becomes steps while they are not as they were.
 
-    Nothing here holds the model, so that dropping the model frees its memory at once.
+    A call of generate is not served by steps while the model's modules, weights and hooks are not as they were when this was
+    made. Nothing here holds the model, so that dropping the model frees its memory at once.
     """
 
     def __init__(
@@ -59,17 +61,16 @@ class DecodeStepper:
         watch: LayerWatch,
         plan: StepPlan,
         fused: StepForward | None = None,
-        layers: Sequence[nn.Module] = (),
     ) -> None:
         self.engine, self._plan = engine, plan
-        self._fused, self._unchanged = fused, [Unchanged(layer) for layer in layers]
+        self._fused, self._unchanged = fused, Unchanged(model)
         self.reason = "no call of generate yet"
         self.steps = self.captures = 0
         self._model = weakref.ref(model)
         self._forward = type(model).forward
         self.cache_name = cache_name(model)
         self._watch = watch
-        self._state: StepState | None = None
+        self._states: list[StepState] = []  # at most one for each number of rows; the one used last is the last
         self._active: StepState | None = None
         self._thread: int | None = None
         self._greedy = False
@@ -113,8 +114,8 @@ class DecodeStepper:
     def _refuse(self, config: Any, model_kwargs: dict[str, Any], mode: Any, batch: int, length: int) -> str:
         if self._broken:
             return self._broken
-        if not all(self._unchanged):
-            return "the model's layers were changed, or hooks were put into them"
+        if not self._unchanged:
+            return "the model's modules were changed, or hooks were put into them"
         name, model = getattr(mode, "value", mode), self._model()
         if name not in _MODES:
             return f"generation mode {name!r}"
@@ -144,20 +145,36 @@ class DecodeStepper:
         return ""
 
     def _state_for(self, batch: int, length: int) -> StepState | None:
-        """The fixed tensors for a call: the last ones if they fit, else new ones; None when memory does not suffice."""
-        state = self._state
-        if state is None or state.batch != batch or state.capacity < length:
-            self._state = state = None  # before the new ones are made: both need not fit
-            model = self._model()
-            assert model is not None
+        """The fixed tensors for a call: kept ones if they fit, else new ones; None when memory does not suffice."""
+        state = next((kept for kept in self._states if kept.batch == batch), None)
+        if state is not None:
+            self._states.remove(state)
+        if state is None or state.capacity < length:
+            state = None  # before the new ones are made: both need not fit
+            del self._states[: 1 - MAX_STATES]
+            state = self._new_state(batch, length)
+            if state is None:
+                return None
+            while self._states and sum(kept.nbytes for kept in (*self._states, state)) > MAX_CACHE_BYTES:
+                del self._states[0]
+        self._states.append(state)
+        state.reset()
+        return state
+
+    def _new_state(self, batch: int, length: int) -> StepState | None:
+        """Made of what memory there is, else of what those that are kept give back."""
+        model = self._model()
+        assert model is not None
+        for _ in range(2):
             try:
                 state = StepState(model, self._plan, batch, _rounded(length), self.engine.device)
             except torch.OutOfMemoryError as error:
                 self.reason = f"no memory for a static cache of {batch} x {length} positions ({error})"
-                return None
-            self._state = state
-        state.reset()
-        return state
+                self._states.clear()
+            else:
+                self.reason = ""
+                return state
+        return None
 
     @property
     def runs_ahead(self) -> bool:
@@ -179,7 +196,8 @@ class DecodeStepper:
             self._give_up(f"a step ran out of memory: {error}")
         except BaseException:
             self.engine.abandon()
-            self._state = self._active = None
+            self._states.remove(state)
+            self._active = None
             raise
         return plain()
 
@@ -187,7 +205,8 @@ class DecodeStepper:
         log.warning("decoded tokens take the plain way from now on: %s", reason)
         self.reason = self._broken = reason
         self.engine.abandon()
-        self._state = self._active = None
+        self._states.clear()
+        self._active = None
 
     def _is_step(self, state: StepState, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
         ids, cache = kwargs.get("input_ids"), kwargs.get(self.cache_name)
@@ -259,6 +278,7 @@ class DecodeStepper:
     def _capture(self, state: StepState) -> None:
         """Record the step. Nothing runs: the tables and the slots stay as they are."""
         graph = torch.cuda.CUDAGraph()
+        before = torch.cuda.memory_reserved(self.engine.device)
 
         def record() -> Any:
             graph.capture_begin(capture_error_mode="thread_local")
@@ -278,23 +298,25 @@ class DecodeStepper:
         except RuntimeError as error:
             raise CaptureError(str(error)) from error
         state.graph, state.watched = graph, self._watch.shown()
+        state.graph_bytes = max(0, torch.cuda.memory_reserved(self.engine.device) - before)  # a recording has a pool of its own
         self.captures += 1
 
     def stats(self) -> dict[str, Any]:
         """How decoded tokens went: steps since loading, recordings made, and why the latest call was not (all) steps."""
-        state = self._state
         return {
             "device_engine_reason": self.reason,
             "device_engine_steps": self.steps,
             "device_engine_captures": self.captures,
             "device_engine_kernels": self.engine.ops.NAME,
             "device_engine_fused": self._fused is not None,
-            "step_cache_bytes": 0 if state is None else state.cache.nbytes,
+            "step_cache_bytes": sum(state.cache.nbytes for state in self._states),
+            "step_graph_bytes": sum(state.graph_bytes for state in self._states),
         }
 
     def close(self) -> None:
-        """Give the cache and the recording back. Idempotent."""
-        self._state = self._active = None
+        """Give the caches and the recordings back. Idempotent."""
+        self._states.clear()
+        self._active = None
         self._broken = "the model is closed"
 
 

@@ -13,7 +13,7 @@ import inspect
 import logging
 import weakref
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import nn
@@ -58,11 +58,12 @@ class PositionEmbeddings:
 
 
 class Unchanged:
-    """Whether a layer still is what was recorded: same modules and weights, in evaluation, nobody listening in between."""
+    """Whether what lies in a module still is what it was when this was made: the same modules and weights, in evaluation, and
+    nobody listening in between who did not then. The module's own hooks and forward are not looked at."""
 
-    def __init__(self, layer: nn.Module) -> None:
-        modules = list(layer.modules())
-        self._children = [(m._modules, name, child) for m in modules for name, child in m._modules.items() if child is not None]
+    def __init__(self, whole: nn.Module) -> None:
+        modules = list(whole.modules())
+        self._children = [_Child.of(m._modules, name) for m in modules for name in m._modules if m._modules[name] is not None]
         self._weights = [
             (m._parameters, name, weight, weight.data_ptr())
             for m in modules
@@ -74,12 +75,35 @@ class Unchanged:
         everywhere = nn.modules.module
         if everywhere._global_forward_hooks or everywhere._global_forward_pre_hooks:
             return False
-        for children, name, child in self._children:
-            if children.get(name) is not child or child._forward_pre_hooks or private.listen(child._forward_hooks):
-                return False
-            if child.training or "forward" in child.__dict__:
-                return False
+        if not all(child.is_as_it_was() for child in self._children):
+            return False
         return all(mine.get(name) is weight and weight.data_ptr() == at for mine, name, weight, at in self._weights)
+
+
+class _Child(NamedTuple):
+    """One module, where it hangs, and which hooks and forward of its own it had."""
+
+    siblings: dict[str, nn.Module | None]
+    name: str
+    module: nn.Module
+    hooks: frozenset[int]
+    forward: Any
+
+    @classmethod
+    def of(cls, siblings: dict[str, nn.Module | None], name: str) -> _Child:
+        module = siblings[name]
+        assert module is not None
+        hooks = frozenset((*module._forward_hooks, *module._forward_pre_hooks))
+        return cls(siblings, name, module, hooks, module.__dict__.get("forward"))
+
+    def is_as_it_was(self) -> bool:
+        module, known = self.module, self.hooks
+        if self.siblings.get(self.name) is not module or module.training or module.__dict__.get("forward") is not self.forward:
+            return False
+        if module._forward_pre_hooks and not known.issuperset(module._forward_pre_hooks):
+            return False
+        after = module._forward_hooks
+        return not after or not private.listen({number: hook for number, hook in after.items() if number not in known})
 
 
 class _Cuts:

@@ -26,7 +26,6 @@ from airllm.fused_step import FusedStep, why_not_fused
 from airllm.layer_watch import LayerWatch
 from airllm.options import Options
 from airllm.profiler import LayeredProfiler
-from airllm.skeleton import decoder_layers
 from airllm.step_plan import plan_steps
 from airllm.streaming import LayerStreamer
 from airllm.weight_map import WeightMap
@@ -121,11 +120,10 @@ class SlotBackend:
         if plan is None or runtime.engine is None:
             log.warning("expert_cache_engine='device': the plain engine serves this model (%s)", self._engine_reason)
             return
-        layers = [layer for _, layer in decoder_layers(model)[1]]
         if unfused:
             log.info("decoded tokens run the stock modules' kernels: %s", unfused)
         step = None if unfused else FusedStep(model, runtime.engine)
-        self._stepper = self._guard.stepper = DecodeStepper(model, runtime.engine, watch, plan, step, layers)
+        self._stepper = self._guard.stepper = DecodeStepper(model, runtime.engine, watch, plan, step)
         self._resources.callback(self._stepper.close)
 
     # --- statistics ---------------------------------------------------------------------------------------------------

@@ -50,8 +50,14 @@ class StepState:
         self.begun = False  # within this call of generate
         self.warm = False  # a step has run: libraries are set up, kernels compiled
         self.graph: Any = None
+        self.graph_bytes = 0
         self.output: Any = None
         self.watched: list[torch.Tensor | None] = []
+
+    @property
+    def nbytes(self) -> int:
+        """Device bytes of the cache and of the recording."""
+        return self.cache.nbytes + self.graph_bytes
 
     def reset(self) -> None:
         """For a new call of generate."""

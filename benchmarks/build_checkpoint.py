@@ -26,9 +26,10 @@ import math
 import os
 import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import torch
 
@@ -100,9 +101,8 @@ class Pool:
     def __init__(self, seed: int, dtype: torch.dtype, values: int, common_std: float) -> None:
         self.generator = torch.Generator().manual_seed(seed)
         self.normal = torch.randn(values, generator=self.generator)
-        self.dtype = dtype
-        # Nearly every byte of a checkpoint has this scale, so these are cast once and written without a copy.
-        self.common = (self.normal * common_std).to(dtype)
+        self.dtype, self.common_std = dtype, common_std
+        self.scaled: dict[float, torch.Tensor] = {}  # cast once for each scale, and written without a copy
 
     def windows(self, tensor: Tensor) -> Iterator[memoryview]:
         """The tensor's bytes in order, in pieces no larger than the pool."""
@@ -116,9 +116,10 @@ class Pool:
     def piece(self, std: float | str | None, start: int, count: int) -> torch.Tensor:
         if std is None:
             return torch.ones(count, dtype=self.dtype)
-        if isinstance(std, str):
-            return self.common[start : start + count]
-        return (self.normal[start : start + count] * std).to(self.dtype)
+        scale = self.common_std if isinstance(std, str) else std
+        if scale not in self.scaled:
+            self.scaled[scale] = (self.normal * scale).to(self.dtype)
+        return self.scaled[scale][start : start + count]
 
 
 def as_bytes(tensor: torch.Tensor) -> memoryview:
@@ -161,13 +162,21 @@ def write_shard(path: Path, header: bytes, shard: list[Tensor], pool: Pool) -> N
 
 
 def build(folder: Path, geometry: Geometry, dtype: str, seed: int = 0, shard_bytes: int = SHARD_BYTES) -> int:
-    """Write the checkpoint into `folder` and return its bytes of weights. Peak memory is the pool's."""
+    """Write the checkpoint into `folder`; its bytes of weights. Peak memory is the pool, cast once for each scale."""
+    pool_values = min(POOL_VALUES, 4 * geometry.expert_values * geometry.experts)
+    pool = Pool(seed, DTYPES[dtype][1], pool_values, UNIT_OUTPUT_STD / math.sqrt(geometry.hidden))
+    total = write_weights(folder, list(tensors(geometry)), pool, dtype, shard_bytes)
+    write_json(folder / "config.json", geometry.config(dtype))
+    write_json(folder / "generation_config.json", geometry.generation_config())
+    return total
+
+
+def write_weights(folder: Path, all_tensors: list[Tensor], pool: Pool, dtype: str, shard_bytes: int = SHARD_BYTES) -> int:
+    """The tensors as shards and their index; returns their bytes."""
     code, torch_dtype = DTYPES[dtype]
     bytes_per_value = torch_dtype.itemsize
     folder.mkdir(parents=True, exist_ok=True)
-    pool_values = min(POOL_VALUES, 4 * geometry.expert_values * geometry.experts)
-    pool = Pool(seed, torch_dtype, pool_values, UNIT_OUTPUT_STD / math.sqrt(geometry.hidden))
-    cut = shards(list(tensors(geometry)), bytes_per_value, shard_bytes)
+    cut = shards(all_tensors, bytes_per_value, shard_bytes)
     weight_map: dict[str, str] = {}
     for number, shard in enumerate(cut, 1):
         name = f"model-{number:05d}-of-{len(cut):05d}.safetensors"
@@ -176,8 +185,6 @@ def build(folder: Path, geometry: Geometry, dtype: str, seed: int = 0, shard_byt
     total = sum(t.values for shard in cut for t in shard) * bytes_per_value
     index = {"metadata": {"total_size": total}, "weight_map": weight_map}
     write_json(folder / "model.safetensors.index.json", index)
-    write_json(folder / "config.json", geometry.config(dtype))
-    write_json(folder / "generation_config.json", geometry.generation_config())
     return total
 
 
@@ -186,15 +193,20 @@ def write_json(path: Path, content: dict) -> None:
 
 
 def ensure(folder: Path, geometry: Geometry, dtype: str, seed: int = 0) -> Path:
-    """Build the checkpoint unless the folder already holds exactly this one (a stamp file says which)."""
-    stamp = folder / "built_from.json"
+    """Build the checkpoint unless the folder already holds exactly this one."""
     wanted = {"geometry": geometry.name, "dtype": dtype, "seed": seed}
+    return ensure_built(folder, wanted, lambda: build(folder, geometry, dtype, seed))
+
+
+def ensure_built(folder: Path, wanted: dict[str, Any], write: Callable[[], Any]) -> Path:
+    """Let `write` fill the folder unless its stamp file says that it holds what is `wanted`."""
+    stamp = folder / "built_from.json"
     if stamp.is_file() and json.loads(stamp.read_text()) == wanted:
         return folder
     stamp.unlink(missing_ok=True)
     for stale in folder.glob("*.safetensors"):
         stale.unlink()
-    build(folder, geometry, dtype, seed)
+    write()
     write_json(stamp, wanted)
     return folder
 

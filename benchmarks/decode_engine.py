@@ -1,13 +1,16 @@
 #!/usr/bin/env python
-"""The device engine: its kernels, decoding at several budgets, batches, prompts, and the error of its logits.
+"""The device engine: its kernels, decoding at several budgets, batches and routings, prompts, and the error of its logits.
 
     python benchmarks/decode_engine.py --geometry phi-tiny --output-json benchmarks/results/decode-engine.json
+    python benchmarks/decode_engine.py --geometry phi-3.5 --layers 8 --sections gain,routing
     python benchmarks/decode_engine.py --geometry tiny --device cpu --tokens 4       # twins: checks the script, times nothing
 
 A decoded token's time is taken from whole calls of generate without a streamer: (time of N + 1 new tokens - time of 1) / N,
 the median of several. Its floor is the larger of the missed bytes over the pinned link, with the misses that one global LRU
 has on the same script at the same budget, and the bytes the device must read over its bandwidth. The script is a fixed list
-of random tokens: free greedy decoding on random weights falls into loops. The last line is one JSON object.
+of random tokens: free greedy decoding on random weights falls into loops. In the section "routing" every decoded token goes
+where the recorded routing of the shipped model says, mapped onto the geometry (forced_routing.py). The section "gain" sets the
+cache's policy against one LRU and against no cache (the slots of one layer). The last line is one JSON object.
 """
 
 from __future__ import annotations
@@ -26,22 +29,23 @@ from typing import Any
 import torch
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
-from benchmarks import floors, kernel_table, machine  # noqa: E402
+from benchmarks import floors, forced_routing, kernel_table, machine, policy_replay  # noqa: E402
 from benchmarks.build_checkpoint import ensure  # noqa: E402
 from benchmarks.cases import Script  # noqa: E402
 from benchmarks.expert_cache import random_ids  # noqa: E402
-from benchmarks.geometry import GEOMETRIES  # noqa: E402
+from benchmarks.geometry import GEOMETRIES, Geometry  # noqa: E402
 from benchmarks.report import Sizes  # noqa: E402
+from benchmarks.routing_traces import read_trace  # noqa: E402
+
+PROMPT_TOKENS = 32
+REPLAYED_TOKENS = 384
 
 
 class Bench:
-    """One checkpoint on one device, and what every measurement shares."""
+    """One checkpoint on one device, and what every measurement shares. ``args``: ``tokens``, ``repeats``."""
 
-    def __init__(self, args: argparse.Namespace) -> None:
-        self.args, self.device = args, machine.pick_device(args.device)
-        self.dtype = "float16" if self.device.type == "cuda" else "float32"
-        self.geometry = GEOMETRIES[args.geometry]
-        self.folder = ensure(args.work_dir / f"{args.geometry}-{self.dtype}", self.geometry, self.dtype, 0)
+    def __init__(self, args: argparse.Namespace, device: torch.device, dtype: str, folder: Path) -> None:
+        self.args, self.device, self.dtype, self.folder = args, device, dtype, folder
         from airllm.inspect_model import inspect_folder
 
         self.sizes = Sizes.of(inspect_folder(self.folder), self.dtype)
@@ -66,12 +70,13 @@ class Bench:
         self.forget()
 
     @contextmanager
-    def resident(self, dtype: str) -> Iterator[Any]:
+    def resident(self, dtype: str, experts: str | None = "eager") -> Iterator[Any]:
+        """The model in plain transformers, all of it on the device; ``experts`` None is what transformers takes by itself."""
         from transformers import AutoModelForCausalLM
 
-        yield AutoModelForCausalLM.from_pretrained(
-            self.folder, dtype=getattr(torch, dtype), experts_implementation="eager", device_map={"": str(self.device)}
-        )
+        options = {"dtype": getattr(torch, dtype), "device_map": {"": str(self.device)}}
+        options |= {} if experts is None else {"experts_implementation": experts}
+        yield AutoModelForCausalLM.from_pretrained(self.folder, **options)
         self.forget()
 
     def forget(self) -> None:
@@ -93,9 +98,17 @@ class Bench:
         return time.perf_counter() - start, out
 
 
+class PhiBench(Bench):
+    """A PhiMoE of a known geometry."""
+
+    def __init__(self, args: argparse.Namespace, device: torch.device, dtype: str, folder: Path, geometry: Geometry) -> None:
+        super().__init__(args, device, dtype, folder)
+        self.geometry = geometry
+
+
 def decode(bench: Bench, model: Any, batch: int = 1) -> dict[str, Any]:
     """Seconds a step of ``batch`` tokens, and what moved in it."""
-    ids, tokens = bench.ids(32, batch), bench.args.tokens
+    ids, tokens = bench.ids(PROMPT_TOKENS, batch), bench.args.tokens
     bench.call(model, ids, tokens)
     steps, moved, hits, misses = [], [], 0, 0
     for _ in range(bench.args.repeats):
@@ -113,6 +126,7 @@ def decode(bench: Bench, model: Any, batch: int = 1) -> dict[str, Any]:
     return {"step_s": statistics.median(steps), "steps_s": steps, "moved_bytes": statistics.median(moved)} | {
         "hit_rate": hits / (hits + misses) if hits + misses else None,
         "slots": after["slot_count"],
+        "engine": after["engine"],
         "reason": after["device_engine_reason"],
         "steps_served": after.get("device_engine_steps"),
         "peak_reserved_bytes": machine.device_memory(bench.device).get("peak_reserved_bytes"),
@@ -121,8 +135,9 @@ def decode(bench: Bench, model: Any, batch: int = 1) -> dict[str, Any]:
 
 def replay_s(bench: Bench, model: Any) -> float | None:
     """Seconds of the recorded step alone (its experts resident, since the token is the same again)."""
-    state = model._stepper._state
-    if bench.device.type != "cuda" or state is None or state.graph is None:
+    stepper = getattr(model, "_stepper", None)
+    state = stepper._states[-1] if stepper is not None and stepper._states else None
+    if state is None or state.graph is None:
         return None
     state.graph.replay()
     machine.synchronize(bench.device)
@@ -133,7 +148,7 @@ def replay_s(bench: Bench, model: Any) -> float | None:
     return (time.perf_counter() - start) / 20
 
 
-def decoding(bench: Bench) -> dict[str, Any]:
+def decoding(bench: PhiBench) -> dict[str, Any]:
     """Budgets and batches: time, floor with an LRU's misses, hit rate."""
     tokens_read = bench.sizes.device_read_bytes
     everything = (bench.sizes.total_experts + 0.5) * bench.sizes.expert_bytes / 2**30
@@ -155,7 +170,40 @@ def decoding(bench: Bench) -> dict[str, Any]:
     return found
 
 
-def prompts(bench: Bench) -> dict[str, Any]:
+def routing(bench: PhiBench) -> dict[str, Any]:
+    """Decoding on recorded routing: time, floor with an LRU's misses, hit rates; and those of a replay, Belady's among them."""
+    g, budget = bench.geometry, bench.args.expert_cache_gb
+    table = forced_routing.mapped(read_trace(policy_replay.TINY), g.layers, g.experts, REPLAYED_TOKENS)
+    found: dict[str, Any] = {}
+    for name, policy in (("lru", "lru"), ("ours", "aged")):
+        with bench.slots(budget, policy=policy) as model, forced_routing.forced(model, table, PROMPT_TOKENS):
+            found[name] = decode(bench, model)
+    floor = floors.slot_floor(found["lru"]["moved_bytes"], bench.sizes.device_read_bytes, bench.rates)
+    trace, slots = forced_routing.as_trace(table, g.experts, "mapped"), found["ours"]["slots"]
+    accesses = REPLAYED_TOKENS * g.experts_per_token
+    replayed = {name: policy_replay.replay(trace, policy_replay.POLICIES[name](trace, slots)) for name in ("lru", "aged")}
+    replayed["belady"] = policy_replay.belady(trace, slots)
+    return found | {
+        "floor_s": floor.seconds,
+        "floor_set_by": floor.set_by,
+        "replayed_tokens": REPLAYED_TOKENS,
+        "replayed_hit_rates": {name: hits / accesses for name, hits in replayed.items()},
+        "experts_used_again_by_the_next_token": forced_routing.reuse(trace),
+    }
+
+
+def gain(bench: PhiBench) -> dict[str, Any]:
+    """Seconds a token with the cache's policy, with one LRU, and with the slots of one layer alone, where nothing stays."""
+    budget, one_layer = bench.args.expert_cache_gb, (bench.geometry.top_k + 0.5) * bench.sizes.expert_bytes / 2**30
+    found: dict[str, Any] = {}
+    for name, policy, size in (("aged", "aged", budget), ("lru", "lru", budget), ("no cache", "lru", one_layer)):
+        with bench.slots(size, policy=policy) as model:
+            found[name] = decode(bench, model)
+    faster = {name: found[name]["step_s"] / found["aged"]["step_s"] for name in ("lru", "no cache")}
+    return found | {"times_faster_than": faster}
+
+
+def prompts(bench: PhiBench) -> dict[str, Any]:
     """The time to the first token, and its floor: the whole bank over the link, or the arithmetic of the prompt."""
     found = {}
     rate = kernel_table.matmul_flops(bench.device, getattr(torch, bench.dtype), bench.geometry.hidden)
@@ -178,9 +226,9 @@ def prompts(bench: Bench) -> dict[str, Any]:
     return found
 
 
-def logits_error(bench: Bench) -> dict[str, Any]:
+def logits_error(bench: PhiBench) -> dict[str, Any]:
     """Mean and largest absolute error of the script's logits against a float32 model, of plain eager and of both engines."""
-    ids, wanted = bench.ids(32), {"output_logits": True, "return_dict_in_generate": True}
+    ids, wanted = bench.ids(PROMPT_TOKENS), {"output_logits": True, "return_dict_in_generate": True}
 
     def logits(model: Any) -> torch.Tensor:
         return torch.stack(bench.call(model, ids, bench.args.tokens, **wanted)[1].logits).float()
@@ -203,13 +251,26 @@ def logits_error(bench: Bench) -> dict[str, Any]:
     }
 
 
-def sections(bench: Bench) -> dict[str, Callable[[], Any]]:
+def sections(bench: PhiBench) -> dict[str, Callable[[], Any]]:
     return {
         "kernels": lambda: kernel_table.measure(bench.geometry, bench.device, getattr(torch, bench.dtype), bench.rates),
         "decoding": lambda: decoding(bench),
+        "routing": lambda: routing(bench),
+        "gain": lambda: gain(bench),
         "prompts": lambda: prompts(bench),
         "logits_error": lambda: logits_error(bench),
     }
+
+
+def decoding_line(name: str, row: dict[str, Any]) -> str:
+    ours = row["ours"]
+    return (
+        f"  {name} ({ours['slots']} slots): {ours['step_s'] * 1e3:.2f} ms a step, floor {row['floor_s'] * 1e3:.2f} ms, "
+        f"ratio {ours['step_s'] / row['floor_s']:.2f}; hit rate {ours['hit_rate']:.3f}"
+        + (f" (LRU {row['lru']['hit_rate']:.3f}, {row['lru']['step_s'] * 1e3:.2f} ms)" if "lru" in row else "")
+        + (f"; peak reserved {ours['peak_reserved_bytes'] / 2**30:.3f} GiB" if ours["peak_reserved_bytes"] else "")
+        + (f"; served otherwise: {ours['reason']}" if ours["reason"] else "")
+    )
 
 
 def as_text(result: dict[str, Any]) -> Iterator[str]:
@@ -221,36 +282,52 @@ def as_text(result: dict[str, Any]) -> Iterator[str]:
     for name, row in result.get("decoding", {}).items():
         if isinstance(row, float):
             yield f"  host time a token outside the recorded step: {row * 1e3:.2f} ms"
-            continue
-        ours = row["ours"]
-        yield (
-            f"  {name} ({ours['slots']} slots): {ours['step_s'] * 1e3:.2f} ms a step, floor {row['floor_s'] * 1e3:.2f} ms, "
-            f"ratio {ours['step_s'] / row['floor_s']:.2f}; hit rate {ours['hit_rate']:.3f}"
-            + (f" (LRU {row['lru']['hit_rate']:.3f}, {row['lru']['step_s'] * 1e3:.2f} ms)" if "lru" in row else "")
-            + (f"; peak reserved {ours['peak_reserved_bytes'] / 2**30:.3f} GiB" if ours["peak_reserved_bytes"] else "")
-            + (f"; served otherwise: {ours['reason']}" if ours["reason"] else "")
+        else:
+            yield decoding_line(name, row)
+    if "routing" in result:
+        row = result["routing"]
+        rates = ", ".join(f"{name} {rate:.3f}" for name, rate in row["replayed_hit_rates"].items())
+        yield decoding_line("recorded routing", row)
+        yield f"  hit rates of a replay of {row['replayed_tokens']} tokens from empty slots: {rates}"
+    if "gain" in result:
+        rows = {name: row for name, row in result["gain"].items() if "step_s" in row}
+        yield "  " + "; ".join(
+            f"{name} ({row['slots']} slots) {row['step_s'] * 1e3:.2f} ms, hit rate {row['hit_rate']:.3f}"
+            + (f", served otherwise: {row['reason']}" if row["reason"] else "")
+            for name, row in rows.items()
         )
+        faster = result["gain"]["times_faster_than"]
+        yield f"  aged is {faster['lru']:.2f} times as fast as one LRU, {faster['no cache']:.2f} times as without a cache"
     for name, row in result.get("prompts", {}).items():
         yield f"  prompt of {name}: {row['prompt_s'] * 1e3:.1f} ms, {row['ratio']:.2f} x its floor"
     for name, row in result.get("logits_error", {}).items():
         yield f"  error against float32, {name}: mean {row['mean']:.2e}, largest {row['largest']:.2e}"
 
 
-def main() -> int:
+def bench_of(args: argparse.Namespace) -> PhiBench:
+    device = machine.pick_device(args.device)
+    dtype = "float16" if device.type == "cuda" else "float32"
+    geometry = GEOMETRIES[args.geometry].cut(args.layers)
+    folder = ensure(args.work_dir / f"{geometry.name}-{dtype}", geometry, dtype, 0)
+    return PhiBench(args, device, dtype, folder, geometry)
+
+
+def main(arguments: list[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--geometry", choices=GEOMETRIES, default="phi-tiny")
+    parser.add_argument("--layers", type=int, help="build only so many of the geometry's layers")
     parser.add_argument("--expert-cache-gb", type=float, help="default 0.75; tiny: 1.14 T")
     parser.add_argument("--tokens", type=int, default=64)
     parser.add_argument("--repeats", type=int, default=3)
     parser.add_argument("--prompt-tokens", type=int, nargs="*", default=[512, 4096])
-    parser.add_argument("--sections", default="kernels,decoding,prompts,logits_error", help="comma-separated")
+    parser.add_argument("--sections", default="kernels,decoding,routing,prompts,logits_error", help="comma-separated")
     parser.add_argument("--device")
     parser.add_argument("--work-dir", type=Path, default=Path(".bench"))
     parser.add_argument("--output-json", type=Path)
-    args = parser.parse_args()
-    bench = Bench(args)
+    args = parser.parse_args(arguments)
+    bench = bench_of(args)
     args.expert_cache_gb = args.expert_cache_gb or bench.geometry.default_budget_gb(bench.sizes.bytes_per_value)
-    result: dict[str, Any] = {"benchmark": "decode_engine", "geometry": args.geometry, "dtype": bench.dtype}
+    result: dict[str, Any] = {"benchmark": "decode_engine", "geometry": bench.geometry.name, "dtype": bench.dtype}
     result |= {"hardware": machine.hardware(bench.device), "bandwidths": bench.rates, "budget_gb": args.expert_cache_gb}
     for name in args.sections.split(","):
         result[name] = sections(bench)[name]()

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 GIB = 2**30
@@ -33,9 +33,15 @@ class Geometry:
         """T, the experts that one decoded token uses over all layers."""
         return self.layers * self.top_k
 
+    def cut(self, layers: int | None) -> Geometry:
+        """The first ``layers`` of it: enough to time a layer of a model whose experts take more memory than there is."""
+        if layers is None or layers == self.layers:
+            return self
+        return replace(self, layers=layers, name=f"{self.name}-{layers}-layers")
+
     def default_budget_gb(self, bytes_per_value: int) -> float:
         """0.75 GiB is the published budget of Phi-tiny; the tiny geometry takes the same 1.14 T of experts."""
-        if self.name != "tiny":
+        if not self.name.startswith("tiny"):
             return 0.75
         slots = round(1.14 * self.experts_per_token)
         return slots * self.expert_values * bytes_per_value / GIB
@@ -92,6 +98,8 @@ class Geometry:
 GEOMETRIES = {
     "phi-tiny": Geometry("phi-tiny", 4096, 32, 16, 448, 16, 4, 128, 32064, 2047),
     "phi-mini": Geometry("phi-mini", 4096, 32, 16, 960, 32, 8, 128, 32064, 2047),
+    # Its LongRoPE is left out: the default rotary embedding moves and multiplies as much.
+    "phi-3.5": Geometry("phi-3.5", 4096, 32, 16, 6400, 32, 8, 128, 32064, 131072),
     # Small enough for a CPU in seconds; head_dim differs from hidden / heads as it does in Phi-tiny.
     "tiny": Geometry("tiny", 256, 4, 8, 64, 4, 2, 32, 512, 64),
 }

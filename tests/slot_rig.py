@@ -231,6 +231,11 @@ class Both(Rig):
 
 def check(runtime: SlotExpertRuntime) -> None:
     """What must hold between any two forwards: the table is whole, nothing is leased, every slot holds what it says."""
+    if runtime.engine is not None:
+        assert not runtime.engine.stepping, "a step was left open"
+        if runtime.engine.ahead:
+            runtime.engine.tables.check()
+        runtime.engine.leave()
     runtime.policy.check()
     assert not runtime.policy._leased, "a lease survived"
     runtime.transfer.synchronize()

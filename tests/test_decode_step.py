@@ -180,19 +180,72 @@ def test_what_is_no_step_goes_the_plain_way_and_says_why(oracle, model, way):
     assert steps(model) == before and why in reason(model)
 
 
+LISTENED = ["model", "model.embed_tokens", "model.layers.1", "model.layers.1.mlp", "model.norm", "lm_head"]
+
+
+@pytest.mark.parametrize("where", LISTENED)
+@pytest.mark.parametrize("when", ["before", "after"])
+def test_who_listens_to_a_module_hears_every_token(oracle, model, where, when):
+    heard = []
+    module = model.model.get_submodule(where)
+    register = module.register_forward_hook if when == "after" else module.register_forward_pre_hook
+    hook = register(lambda *_: heard.append(1))
+    before = steps(model)
+    both(oracle, model)
+    hook.remove()
+    assert len(heard) == 10 and steps(model) == before and "hooks" in reason(model)
+    both(oracle, model)
+    assert steps(model) == before + 9
+
+
+def test_another_head_is_the_one_that_is_used(oracle, model):
+    kept = [each.lm_head for each in (oracle, model.model)]
+    other = torch.nn.Linear(kept[0].in_features, kept[0].out_features, device=DEVICE).eval()
+    try:
+        oracle.lm_head = model.model.lm_head = other
+        both(oracle, model)
+        assert "changed" in reason(model)
+    finally:
+        oracle.lm_head, model.model.lm_head = kept
+
+
 def test_a_cache_too_large_for_the_limit_goes_the_plain_way(oracle, model, monkeypatch):
     monkeypatch.setattr(decode_step, "MAX_CACHE_BYTES", 1000)
     both(oracle, model)
     assert "above the limit of 1000 B" in reason(model)
 
 
+def rows_kept(model):
+    return [state.batch for state in model._stepper._states]
+
+
 def test_calls_share_their_fixed_tensors_while_these_fit(oracle, model):
     both(oracle, model)
-    state = model._stepper._state
+    kept = model._stepper._states[-1]
     both(oracle, model, input_ids=ids([[3, 4]]), max_new_tokens=7)
-    assert model._stepper._state is state
+    assert model._stepper._states[-1] is kept
     both(oracle, model, input_ids=ids([[3, 4], [9, 1]]))
-    assert model._stepper._state is not state
+    assert model._stepper._states[-1] is not kept
+    both(oracle, model)
+    assert model._stepper._states[-1] is kept, "batches in turn must not record anew"
+
+
+def test_the_least_recently_used_fixed_tensors_go_first(oracle, monkeypatch):
+    with load() as model:
+        for rows in (1, 2, 3, 4, 1, 5):
+            both(oracle, model, input_ids=ids([[3, 4]] * rows), max_new_tokens=3)
+        assert rows_kept(model) == [3, 4, 1, 5]
+        bytes_kept = model.get_expert_cache_stats()["step_cache_bytes"]
+        assert bytes_kept == sum(state.cache.nbytes for state in model._stepper._states)
+        monkeypatch.setattr(decode_step, "MAX_CACHE_BYTES", bytes_kept * 7 // 13)
+        both(oracle, model, input_ids=ids([[3, 4]] * 2), max_new_tokens=3)
+        assert rows_kept(model) == [5, 2], "7 rows' bytes of the 13 that were kept"
+
+
+def test_a_longer_call_replaces_the_fixed_tensors_of_its_batch(oracle, model):
+    both(oracle, model, max_new_tokens=3)
+    both(oracle, model, input_ids=ids([[1 + n % 200 for n in range(260)]]), max_new_tokens=3)
+    assert rows_kept(model).count(1) == 1 and model._stepper._states[-1].capacity == 2 * decode_step.CAPACITY_STEP
 
 
 def test_a_cache_that_is_handed_out_is_the_callers_own(oracle, model):
@@ -328,7 +381,7 @@ def test_a_closed_model_gives_the_cache_back():
     model.generate(ids(), max_new_tokens=3, do_sample=False, pad_token_id=0)
     stepper = model._stepper
     model.close()
-    assert stepper._state is None
+    assert not stepper._states
 
 
 @pytest.mark.gpu
@@ -339,6 +392,16 @@ def test_a_step_is_recorded_once_and_replayed(oracle):
         both(oracle, model, max_new_tokens=20)
         stats = model.get_expert_cache_stats()
         assert stats["device_engine_captures"] == 1 and stats["device_engine_reason"] == ""
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not GPU, reason="needs a GPU")
+def test_batches_in_turn_are_recorded_once_each(oracle):
+    with load() as model:
+        for rows in (1, 2, 4, 1, 4, 2, 1):
+            both(oracle, model, input_ids=ids([[3, 4]] * rows))
+        stats = model.get_expert_cache_stats()
+        assert stats["device_engine_captures"] == 3 and stats["step_graph_bytes"] > 0
 
 
 @pytest.mark.gpu

@@ -58,6 +58,8 @@ def test_thousands_of_random_calls_leave_the_policys_table(layers, experts, top_
         (2, 16, 2, 32, 0, 512),
         (3, 7, 3, 9, 2, 4),
         (32, 16, 2, 34, 2, 512),
+        (32, 16, 2, 5, 2, 512),
+        (32, 16, 2, 2, 2, 512),
         (6, 8, 2, 20, 2, 8),
     ],
 )

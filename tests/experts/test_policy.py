@@ -215,6 +215,14 @@ def test_layers_share_slots_in_groups_of_like_size(slots, layers, groups):
         assert abs(end - first - share) < 1 and end - first <= 512 * 1.1
 
 
+@pytest.mark.parametrize("group", [1, 2, 7, 512])
+def test_no_layer_is_without_slots_to_share(group, monkeypatch):
+    monkeypatch.setattr(policies, "GROUP_SLOTS", group)
+    for layers in range(1, 65):
+        for slots in range(1, 200):
+            assert all(first < end for first, end in layer_spans(slots, layers)), (layers, slots)
+
+
 @pytest.mark.parametrize(("layers", "experts"), [(32, 16), (48, 128), (61, 256), (3, 700)])
 def test_a_model_that_fits_whole_has_a_slot_for_every_expert_of_each_group(layers, experts):
     policy = AgedPolicy(layers * experts, layers, experts)
