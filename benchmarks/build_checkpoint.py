@@ -162,7 +162,7 @@ def write_shard(path: Path, header: bytes, shard: list[Tensor], pool: Pool) -> N
 
 
 def build(folder: Path, geometry: Geometry, dtype: str, seed: int = 0, shard_bytes: int = SHARD_BYTES) -> int:
-    """Write the checkpoint into `folder`; its bytes of weights. Peak memory is the pool, cast once for each scale."""
+    """Write the checkpoint into `folder` and return its bytes of weights. Peak memory is the pool's, once for each scale."""
     pool_values = min(POOL_VALUES, 4 * geometry.expert_values * geometry.experts)
     pool = Pool(seed, DTYPES[dtype][1], pool_values, UNIT_OUTPUT_STD / math.sqrt(geometry.hidden))
     total = write_weights(folder, list(tensors(geometry)), pool, dtype, shard_bytes)

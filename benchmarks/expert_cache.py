@@ -15,7 +15,9 @@ measured. Token ids are compared with plain transformers in eager mode where `--
 Decoding modes: `forced` decodes a fixed random script (free greedy decoding on random weights falls into loops) and
 compares what greedy decoding would have taken at each step; `free` is plain greedy decoding.
 
-The last line is one JSON object. The exit code is 1 when a case failed, tokens differ, or a rate cannot be true.
+A run that is stopped (a limit of time) goes on where it was with --resume and the same arguments; the result says which cases
+were measured in the earlier run. The last line is one JSON object. The exit code is 1 when a case failed, tokens differ, or a
+rate cannot be true.
 """
 
 from __future__ import annotations
@@ -71,6 +73,7 @@ def parse(arguments: list[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--case-timeout", type=int, default=900, help="seconds a case may take")
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--output-json", type=Path)
+    parser.add_argument("--resume", action="store_true", help="reuse what a stopped run of this output has measured")
     parser.add_argument("--plot", type=Path, help="PNG of tokens/s and hit rate against budget (needs --budgets)")
     args = parser.parse_args(arguments)
     known = {"streaming", "slots", "slots_device", "eager", "default", "accelerate"}
@@ -80,6 +83,8 @@ def parse(arguments: list[str] | None = None) -> argparse.Namespace:
         parser.error(f"unknown cases {sorted(unknown)}; known are {sorted(known)}")
     if args.tokens < 2:
         parser.error("--tokens must be at least 2: the first comes from the prompt, the rest are decoded")
+    if args.resume and not args.output_json:
+        parser.error("--resume goes on beside an output: give --output-json too")
     if args.plot and not args.budgets:
         parser.error("--plot draws the sweep: give --budgets too")
     return args
@@ -125,26 +130,69 @@ def request_for(kind: str, args: argparse.Namespace, shared: dict[str, Any]) -> 
     return request
 
 
-def sweep_request(args: argparse.Namespace, shared: dict[str, Any]) -> dict[str, Any]:
-    """One prompt in one mode at every budget: each costs the loading of a bank."""
-    return shared | {
-        "kind": "sweep",
-        "budgets_gb": [float(text) for text in args.budgets.split(",")],
-        "tokens": min(args.tokens, args.sweep_tokens),
-        "prompts": shared["prompts"][:1],
-        "modes": shared["modes"][:1],
-    }
+def sweep_requests(args: argparse.Namespace, shared: dict[str, Any]) -> list[dict[str, Any]]:
+    """One for each budget, of one prompt in one mode: each costs the loading of a bank."""
+    one = shared | {"kind": "sweep", "tokens": min(args.tokens, args.sweep_tokens)}
+    one |= {"prompts": shared["prompts"][:1], "modes": shared["modes"][:1]}
+    return [one | {"budgets_gb": [float(text)]} for text in args.budgets.split(",")]
 
 
-def keep_so_far(output: Path | None, where: dict[str, Any], cases: dict[str, Any]) -> None:
-    """What was measured until now, beside the output to be: a run that is stopped half-way is not lost."""
-    if output is not None:
-        output.parent.mkdir(parents=True, exist_ok=True)
-        partial_path(output).write_text(json.dumps({"machine": where, "cases": cases}) + "\n", encoding="utf-8")
+class Runs:
+    """Runs cases one after the other and keeps what each was asked and answered beside the output to be, so that a run that is
+    stopped half-way is not lost: ``resume`` takes the answers to equal requests from there.
+
+    Answers of another machine are not taken: its hardware is looked at anew each time.
+    """
+
+    def __init__(self, output: Path | None, timeout_s: int, resume: bool) -> None:
+        self.partial = None if output is None else output.with_name(output.stem + ".partial.json")
+        self.timeout_s, self.reused = timeout_s, []
+        self._kept: list[dict[str, Any]] = []
+        self._done: list[dict[str, Any]] = []
+        if resume and self.partial is not None and self.partial.is_file():
+            self._kept = json.loads(self.partial.read_text())["runs"]
+
+    def machine(self, request: dict[str, Any]) -> dict[str, Any]:
+        """The machine as it is, or as it was when the answers that are there were measured on it."""
+        now = run_child(request, self.timeout_s)
+        if "error" in now:
+            raise SystemExit(f"the machine could not be measured: {now['error']}")
+        then = self._known(request)
+        if then is None or then["hardware"] != now["hardware"]:
+            self._kept, then = [], None
+        return self._keep(request, then or now)
+
+    def case(self, request: dict[str, Any]) -> dict[str, Any]:
+        """The answer to a request; a failed one is asked again."""
+        known = self._known(request)
+        if known is not None:
+            self.reused.append(request["kind"])
+        return self._keep(request, known or run_child(request, self.timeout_s))
+
+    def finish(self) -> None:
+        """The output is written: the answers are no longer needed, unless some of them should be asked again."""
+        if self.partial is not None and not any("error" in run["answer"] for run in self._done):
+            self.partial.unlink(missing_ok=True)
+
+    def _known(self, request: dict[str, Any]) -> dict[str, Any] | None:
+        answers = (run["answer"] for run in self._kept if run["request"] == request)
+        return next((answer for answer in answers if "error" not in answer), None)
+
+    def _keep(self, request: dict[str, Any], answer: dict[str, Any]) -> dict[str, Any]:
+        self._done.append({"request": request, "answer": answer})
+        if self.partial is not None:
+            self.partial.parent.mkdir(parents=True, exist_ok=True)
+            # What was known before stays until it is asked for: this run may be stopped too.
+            later = [run for run in self._kept if all(run["request"] != each["request"] for each in self._done)]
+            write_whole(self.partial, json.dumps({"runs": self._done + later}) + "\n")
+        return answer
 
 
-def partial_path(output: Path) -> Path:
-    return output.with_name(output.stem + ".partial.json")
+def write_whole(path: Path, text: str) -> None:
+    """Never half of it, whenever the process ends."""
+    beside = path.with_name(path.name + ".new")
+    beside.write_text(text, encoding="utf-8")
+    beside.replace(path)
 
 
 def run_child(request: dict[str, Any], timeout_s: int) -> dict[str, Any]:
@@ -163,7 +211,7 @@ def run_child(request: dict[str, Any], timeout_s: int) -> dict[str, Any]:
     return json.loads(lines[-1])
 
 
-def run_all(args: argparse.Namespace) -> dict[str, Any]:
+def run_all(args: argparse.Namespace, runs: Runs) -> dict[str, Any]:
     """Every case, then the figures made of them."""
     from airllm.inspect_model import inspect_folder, require_experts
     from benchmarks.machine import pick_device
@@ -190,34 +238,36 @@ def run_all(args: argparse.Namespace) -> dict[str, Any]:
         "expert_bytes": sizes.expert_bytes,
         "max_seq_len": args.tokens + max(512, args.prompt_tokens),
     }
-    where = run_child({"kind": "machine", "device": str(device), "expert_bytes": sizes.expert_bytes}, args.case_timeout)
-    if "error" in where:
-        raise SystemExit(f"the machine could not be measured: {where['error']}")
+    where = runs.machine({"kind": "machine", "device": str(device), "expert_bytes": sizes.expert_bytes})
     cases: dict[str, dict[str, Any]] = {}
     for kind in args.kinds:
-        keep_so_far(args.output_json, where, cases)
         if kind == "accelerate" and device.type == "cpu":
             cases[kind] = {"kind": kind, "skipped": "accelerate has nothing to offload from on the CPU"}
             continue
-        cases[kind] = run_child(request_for(kind, args, shared), args.case_timeout)
+        cases[kind] = runs.case(request_for(kind, args, shared))
     pair = None
     if "eager" in args.kinds and "slots" in args.kinds:
         of = [kind for kind in ("eager", "slots", "slots_device") if kind in args.kinds]
-        keep_so_far(args.output_json, where, cases)
-        pair = run_child(shared | {"kind": "pair", "of": of}, args.case_timeout)
-    sweep = None
-    if args.budgets:
-        keep_so_far(args.output_json, where, cases | ({} if pair is None else {"pair": pair}))
-        sweep = run_child(sweep_request(args, shared), args.case_timeout)
+        pair = runs.case(shared | {"kind": "pair", "of": of})
+    sweep = run_sweep(args, shared, runs) if args.budgets else None
     asked = {name: shared[name] for name in ("dtype", "device", "budget_gb", "accelerate_gb", "tokens", "modes")}
     asked |= {"source": args.geometry or args.model, "revision": args.revision, "prompts": args.prompts}
     asked |= {"prompt_tokens": [len(prompt) for prompt in shared["prompts"]], "seed": args.seed}
+    asked |= {"measured_in_an_earlier_run": runs.reused} if runs.reused else {}
     return reporting.assemble(asked, require_experts(inspect_folder(folder)), sizes, where, cases, sweep, pair)
+
+
+def run_sweep(args: argparse.Namespace, shared: dict[str, Any], runs: Runs) -> dict[str, Any]:
+    """All budgets, each in a process of its own; the first error, if there is one."""
+    answers = [runs.case(request) for request in sweep_requests(args, shared)]
+    failed = next((answer for answer in answers if "error" in answer), None)
+    return failed or {"kind": "sweep", "points": [point for answer in answers for point in answer["points"]]}
 
 
 def main(arguments: list[str] | None = None) -> int:
     args = parse(arguments)
-    result = run_all(args)
+    runs = Runs(args.output_json, args.case_timeout, args.resume)
+    result = run_all(args, runs)
     if args.plot and "points" in result["sweep"]:
         from benchmarks.plot import plot_sweep
 
@@ -226,7 +276,7 @@ def main(arguments: list[str] | None = None) -> int:
     line = json.dumps(result, sort_keys=True)
     if args.output_json:
         args.output_json.write_text(line + "\n", encoding="utf-8")
-        partial_path(args.output_json).unlink(missing_ok=True)
+        runs.finish()
     print(line)
     return 1 if result["faults"] else 0
 

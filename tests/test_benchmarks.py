@@ -346,6 +346,65 @@ def test_dense_streaming_exits_1_when_the_tokens_differ(tmp_path, capsys, monkey
     assert "3 of 4 equal" in capsys.readouterr().out
 
 
+def test_a_run_that_was_stopped_goes_on_where_it_was(tmp_path, monkeypatch, capsys):
+    output, ran, stop_at = tmp_path / "out.json", [], ["pair"]
+
+    def child(request, timeout_s):
+        if request["kind"] in stop_at:
+            raise KeyboardInterrupt
+        ran.append(request["kind"] if request["kind"] != "sweep" else request["budgets_gb"])
+        return json.loads(cases.answer(json.dumps(request | {"threads": 1})))
+
+    monkeypatch.setattr(expert_cache, "run_child", child)
+    arguments = ["--geometry", "tiny", "--tokens", "3", "--cases", "slots", "--vs", "eager", "--device", "cpu"]
+    arguments += ["--budgets", "0.001,0.01", "--work-dir", str(tmp_path / "work"), "--output-json", str(output)]
+    with pytest.raises(KeyboardInterrupt):
+        expert_cache.main(arguments)
+    assert ran == ["machine", "eager", "slots"] and not output.exists()
+    stop_at[0] = "nothing"
+    ran.clear()
+    assert expert_cache.main([*arguments, "--resume"]) == 0
+    assert ran == ["machine", "pair", [0.001], [0.01]]
+    result = json.loads(output.read_text())
+    assert result["asked"]["measured_in_an_earlier_run"] == ["eager", "slots"]
+    assert [path.name for path in tmp_path.glob("*.json*")] == ["out.json"]
+    ran.clear()
+    assert expert_cache.main([*arguments[:-2], "--output-json", str(tmp_path / "other.json")]) == 0
+    assert ran == ["machine", "eager", "slots", "pair", [0.001], [0.01]]
+    assert "measured_in_an_earlier_run" not in json.loads((tmp_path / "other.json").read_text())["asked"]
+
+
+def test_answers_to_other_requests_of_other_machines_and_failed_ones_are_not_reused(tmp_path, monkeypatch):
+    output, hardware, failing = tmp_path / "out.json", ["one"], [True]
+
+    def child(request, timeout_s):
+        if request["kind"] == "machine":
+            return {"hardware": hardware[0], "bandwidths": len(ran)}
+        ran.append(request["kind"])
+        return {"error": "boom"} if failing[0] and request["kind"] == "b" else {"said": len(ran)}
+
+    monkeypatch.setattr(expert_cache, "run_child", child)
+
+    def ask(resume, **more):
+        runs = expert_cache.Runs(output, 1, resume)
+        ran.clear()
+        found = runs.machine({"kind": "machine"}), runs.case({"kind": "a"} | more), runs.case({"kind": "b"})
+        if failing[0]:
+            runs.finish()  # keeps the others for another try
+        return found, list(ran)
+
+    ran: list[str] = []
+    first = ask(False)
+    assert first[1] == ["a", "b"]
+    failing[0] = False
+    assert ask(True) == (({"hardware": "one", "bandwidths": 0}, {"said": 1}, {"said": 1}), ["b"])
+    assert ask(True, tokens=2)[1] == ["a"]
+    assert ask(True)[1] == [], "what was not asked for in between stays"
+    hardware[0] = "another"
+    assert ask(True)[1] == ["a", "b"]
+    assert ask(False)[1] == ["a", "b"]
+
+
 def test_a_case_in_a_process_of_its_own_reports_its_own_peak(tiny):
     request = {"kind": "eager", "model": str(tiny), "dtype": "float32", "device": "cpu", "threads": 1, "tokens": 2}
     request |= {"prompts": [[5, 6]], "scripts": [[7, 8]], "modes": ["free"], "max_seq_len": 64}
