@@ -18,6 +18,8 @@ sys.path.insert(0, str(ROOT))
 
 import airllm  # noqa: E402
 from airllm import cli, demo, inspect_model  # noqa: E402
+from airllm.dense_budget import plan_dense  # noqa: E402
+from airllm.errors import BudgetError  # noqa: E402
 from airllm.token_clock import TokenClock  # noqa: E402
 from benchmarks.build_checkpoint import DTYPES, build, safetensors_header, shards, tensors, write_json  # noqa: E402
 from benchmarks.geometry import GEOMETRIES, Geometry  # noqa: E402
@@ -237,6 +239,20 @@ def test_inspect_of_a_card_that_is_too_small_names_a_resident_gb_that_fits_it(ph
     assert int(fits.output.strip().splitlines()[-1].split()[1]) >= 2
     smaller = command("inspect", phi_tiny, "--vram-gb", 1.2)
     assert smaller.exit_code == 1 and "even --resident-gb 0 does not fit" in smaller.output
+
+
+def test_every_resident_gb_that_inspect_names_leaves_room_for_one_tokens_experts(phi_tiny):
+    found, one_token = inspect_model.inspect_folder(phi_tiny), 2 * 11_010_048
+    whole = plan_dense(found.dense_layers, "all")
+    named = set()
+    for vram in range(1_620_000_000, 2_600_000_000, 19_000_000):
+        with pytest.raises(BudgetError) as caught:
+            inspect_model.budget_for_card(found, whole, vram, 512)
+        text = str(caught.value).partition("--resident-gb ")[2].split()[0]
+        named.add(text)
+        held = plan_dense(found.dense_layers, int(float(text) * 2**30))
+        assert one_token <= inspect_model.budget_for_card(found, held, vram, 512) < one_token + found.dense_layers[0]
+    assert len(named) > 5
 
 
 def test_inspect_counts_streamed_dense_weights_against_the_link(phi_tiny):
