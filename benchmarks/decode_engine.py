@@ -53,8 +53,8 @@ class Bench:
         large = 2**31 if self.device.type == "cuda" else 2**24
         self.rates = machine.bandwidths(self.device, self.sizes.expert_bytes, large)
 
-    def ids(self, length: int, batch: int = 1) -> torch.Tensor:
-        rows = [random_ids(self.folder, length, 1000 + row) for row in range(batch)]
+    def ids(self, length: int, batch: int = 1, seed: int = 1000) -> torch.Tensor:
+        rows = [random_ids(self.folder, length, seed + row) for row in range(batch)]
         return torch.tensor(rows, device=self.device)
 
     @contextmanager
@@ -204,25 +204,29 @@ def gain(bench: PhiBench) -> dict[str, Any]:
 
 
 def prompts(bench: PhiBench) -> dict[str, Any]:
-    """The time to the first token, and its floor: the whole bank over the link, or the arithmetic of the prompt."""
+    """The time to the first token into an empty cache, each time of another prompt, and its floor: the whole bank over the link,
+    or the arithmetic of the prompt."""
     found = {}
     rate = kernel_table.matmul_flops(bench.device, getattr(torch, bench.dtype), bench.geometry.hidden)
     values = bench.sizes.device_read_bytes / bench.sizes.bytes_per_value
-    with bench.slots(bench.args.expert_cache_gb, engine="plain") as model:
-        bench.call(model, bench.ids(64), 1)
-        for length in bench.args.prompt_tokens:
-            seconds = []
-            for _ in range(bench.args.repeats):
-                model.clear_expert_cache()
-                seconds.append(bench.call(model, bench.ids(length), 1)[0])
-            bank = bench.sizes.total_experts * bench.sizes.expert_bytes / floors.link_rate(bench.rates)
-            arithmetic = 2 * values * length / rate
-            found[str(length)] = {
-                "prompt_s": statistics.median(seconds),
-                "bank_over_link_s": bank,
-                "arithmetic_s": arithmetic,
-                "ratio": statistics.median(seconds) / max(bank, arithmetic),
-            }
+    bank = bench.sizes.total_experts * bench.sizes.expert_bytes / floors.link_rate(bench.rates)
+    for engine in ("plain", "device"):
+        with bench.slots(bench.args.expert_cache_gb, engine=engine) as model:
+            for length in bench.args.prompt_tokens:
+                bench.call(model, bench.ids(length), 1)
+                seconds, copies = [], model.get_expert_cache_stats()["h2d_copies"]
+                for number in range(bench.args.repeats):
+                    model.clear_expert_cache()
+                    seconds.append(bench.call(model, bench.ids(length, seed=2000 + number), 1)[0])
+                arithmetic = 2 * values * length / rate
+                found[f"{length}, {engine} engine"] = {
+                    "prompt_s": statistics.median(seconds),
+                    "prompts_s": seconds,
+                    "copies": (model.get_expert_cache_stats()["h2d_copies"] - copies) / bench.args.repeats,
+                    "bank_over_link_s": bank,
+                    "arithmetic_s": arithmetic,
+                    "ratio": statistics.median(seconds) / max(bank, arithmetic),
+                }
     return found
 
 
