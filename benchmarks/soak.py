@@ -179,7 +179,7 @@ def judge(result: dict[str, Any], stats: dict[str, Any]) -> list[str]:
     recorded, most = stats.get("device_engine_captures") or 0, result["most_recordings"]
     if recorded > most:
         faults.append(f"{recorded} steps were recorded where {most} would do")
-    if stats["misses"] != stats["h2d_copies"]:
+    if stats["misses"] > stats["h2d_copies"]:  # a prompt may fetch ahead what it then does not need
         faults.append(f"{stats['misses']} misses but {stats['h2d_copies']} copies")
     return faults
 
