@@ -255,6 +255,7 @@ def device_memory(device: torch.device) -> dict[str, int]:
         "peak_allocated_bytes": "allocated_bytes.all.peak",
         "reserved_bytes": "reserved_bytes.all.current",
         "allocated_bytes": "allocated_bytes.all.current",
+        "segments": "segment.all.current",
         "segments_taken": "segment.all.allocated",
         "tensors_taken": "allocation.all.allocated",
         "alloc_retries": "num_alloc_retries",

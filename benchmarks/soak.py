@@ -36,6 +36,7 @@ MIB = 2**20
 BOUNDS = {
     "allocated_bytes": 8 * MIB,
     "reserved_bytes": 64 * MIB,
+    "segments": 24,
     "rss_bytes": 32 * MIB,
     "open_files": 0,
     "threads": 0,
@@ -103,7 +104,7 @@ def count_all(device: torch.device) -> dict[str, int]:
     machine.synchronize(device)
     gc.collect()
     memory = machine.device_memory(device)
-    held = {name: memory[name] for name in ("allocated_bytes", "reserved_bytes") if name in memory}
+    held = {name: memory[name] for name in ("allocated_bytes", "reserved_bytes", "segments") if name in memory}
     files = Path("/proc/self/fd")
     return held | {
         "rss_bytes": machine.status_bytes("VmRSS") or 0,
@@ -178,7 +179,7 @@ def judge(result: dict[str, Any], stats: dict[str, Any]) -> list[str]:
     recorded, most = stats.get("device_engine_captures") or 0, result["most_recordings"]
     if recorded > most:
         faults.append(f"{recorded} steps were recorded where {most} would do")
-    if stats["misses"] != stats["h2d_copies"]:
+    if stats["misses"] > stats["h2d_copies"]:  # a prompt may fetch ahead what it then does not need
         faults.append(f"{stats['misses']} misses but {stats['h2d_copies']} copies")
     return faults
 

@@ -8,6 +8,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from slot_rig import gpu
 from transformers import AutoModelForCausalLM
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -76,15 +77,20 @@ def greedy(model, ids):
     return model.generate(ids, max_new_tokens=8, min_new_tokens=8, do_sample=False, pad_token_id=0)
 
 
+def expected(device="cpu"):
+    """Plain transformers' tokens: free, and following the table."""
+    path, prompt = airllm.tiny_model_path(), PROMPT.to(device)
+    model = AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32, experts_implementation="eager").to(device)
+    free = greedy(model, prompt)
+    with forced_routing.forced(model, TABLE, prompt.shape[1]):
+        followed = greedy(model, prompt)
+    assert torch.equal(greedy(model, prompt), free) and not torch.equal(followed, free)
+    return free, followed
+
+
 @pytest.fixture(scope="module")
 def oracle():
-    path = airllm.tiny_model_path()
-    model = AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32, experts_implementation="eager")
-    free = greedy(model, PROMPT)
-    with forced_routing.forced(model, TABLE, PROMPT.shape[1]):
-        followed = greedy(model, PROMPT)
-    assert torch.equal(greedy(model, PROMPT), free) and not torch.equal(followed, free)
-    return free, followed
+    return expected()
 
 
 @pytest.mark.parametrize("engine", ["plain", "device"])
@@ -112,3 +118,17 @@ def test_both_engines_follow_the_table_as_plain_transformers_does(engine, oracle
         step = number // 6
         assert layer == number % 6
         assert index == [TABLE[(step + row * forced_routing.ROW_AHEAD) % 40, layer].tolist() for row in range(2)]
+
+
+@gpu
+@pytest.mark.parametrize("engine", ["plain", "device"])
+def test_recorded_steps_and_layers_follow_the_table_too(engine):
+    free, followed = expected("cuda:0")
+    options = {"device": "cuda:0", "dtype": "float32", "expert_cache_backend": "slot", "expert_cache_gb": 0.0026}
+    with airllm.AutoModel.from_pretrained(airllm.tiny_model_path(), expert_cache_engine=engine, **options) as model:
+        for _ in range(2):
+            assert torch.equal(greedy(model, PROMPT.to("cuda:0")), free)
+            with forced_routing.forced(model, TABLE, PROMPT.shape[1]):
+                for _ in range(2):
+                    assert torch.equal(greedy(model, PROMPT.to("cuda:0")), followed)
+        assert engine == "plain" or model.get_expert_cache_stats()["device_engine_captures"] == 4

@@ -137,6 +137,31 @@ def test_an_exception_in_any_kernel_of_any_layer_reaches_the_caller_and_costs_no
     right_again(model, known(device))
 
 
+def test_an_interrupt_while_the_first_one_is_cleaned_up_after_costs_nothing_either(
+    make: Any, known: Any, device: str
+) -> None:
+    model = make(expert_cache_policy="lru")  # which lets every miss in
+    engine, tables = runtime(model).engine, runtime(model).engine.tables
+    with pytest.MonkeyPatch.context() as patch:
+        copy = engine.ops.copy_misses
+
+        def once_more() -> None:
+            raise KeyboardInterrupt("second")
+
+        def first(*call: Any) -> None:
+            """In the place of the first copy into a slot, which the tables already speak of."""
+            if not (tables.miss_slot[: int(tables.miss_count)] < tables.slots).any():
+                return copy(*call)
+            patch.setattr(engine, "_synchronize", once_more)
+            raise KeyboardInterrupt("first")
+
+        patch.setattr(engine.ops, "copy_misses", first)
+        with pytest.raises(KeyboardInterrupt, match="second"):
+            answer(model, 0)
+    check(model)
+    right_again(model, known(device))
+
+
 class Interrupts:
     """A logits processor that raises between two steps."""
 

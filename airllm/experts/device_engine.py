@@ -139,10 +139,10 @@ class DeviceEngine:
         """After an exception within a step: nothing is believed resident any more."""
         self.stepping = False
         if self.ahead:
-            self._synchronize()
+            self.ahead = False  # first: an interrupt while this waits must not leave tables that are believed
             self._policy.clear()
             self._counters.recoveries += 1
-            self.ahead = False
+            self._synchronize()
 
     @contextmanager
     def step(self) -> Iterator[None]:
