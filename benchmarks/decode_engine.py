@@ -204,7 +204,7 @@ def gain(bench: PhiBench) -> dict[str, Any]:
 
 
 def prompts(bench: PhiBench) -> dict[str, Any]:
-    """The time to the first token into an empty cache, each time of another prompt, and its floor: the whole bank over the link,
+    """The time to the first token into an empty cache, each time of another prompt; its floor: the whole bank over the link,
     or the arithmetic of the prompt."""
     found = {}
     rate = kernel_table.matmul_flops(bench.device, getattr(torch, bench.dtype), bench.geometry.hidden)

@@ -81,8 +81,10 @@ def following(model: Any, trace: Trace, own: bool) -> Iterator[None]:
 
 def at_budget(bench: Bench, engine: str, budget_gb: float, trace: Trace) -> dict[str, Any]:
     """One engine at one budget, with its floor."""
-    with bench.slots(budget_gb, engine=engine) as model, following(model, trace, bench.args.routing == "own"):
-        found = decode(bench, model)
+    with bench.slots(budget_gb, engine=engine) as model:
+        own = bench.args.routing == "own" or model.get_expert_cache_stats()["slot_count"] == bench.sizes.total_experts
+        with following(model, trace, own):  # with all experts in slots it does not matter which of them are used
+            found = decode(bench, model)
     slots, accesses = found["slots"], bench.args.tokens * trace.experts_per_token
     lru = policy_replay.replay(trace, policy_replay.lru(trace, slots))
     missed_bytes = (accesses - lru) / bench.args.tokens * bench.sizes.expert_bytes

@@ -89,7 +89,6 @@ class Passing:
             self._free.append(place)
             self._start()
 
-    @property
-    def free_places(self) -> list[int]:
-        """Places that nobody waits for, those least recently read first."""
-        return list(self._free)
+    def spare(self) -> int | None:
+        """A place that nobody waits for, the least recently read one, taken out for good; None when there is none."""
+        return None if self._waiting or not self._free else self._free.popleft()

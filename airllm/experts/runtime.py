@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 import threading
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
@@ -223,19 +223,21 @@ class SlotExpertRuntime:
             wanted = last + max(0, free - self.layers * last) if scratch else self.num_experts
             yield from self.policy.idle_slots(wanted)
 
-    def _fetch_ahead(self, call: LayerCall, used: int, places: Iterable[int]) -> None:
-        """While the layers in between are computed: start on the next layer's experts, where a prompt will need nearly all."""
-        self._ahead = {}
+    def _fetch_ahead(self, call: LayerCall, used: int, passing: Passing) -> None:
+        """Start on the next layer's experts, as far as places are to spare, where a prompt will need nearly all of them."""
         following = call.layer + 1
         if not self.transfer.overlaps or following == self.layers or self._shape.last_rows is None:
             return
         first, end = self._first_keys[following : following + 2]
         if call.index.numel() < AHEAD_ROUTED * (end - first) or 8 * used < 7 * self.layout.layers[call.layer].num_experts:
             return
-        missing = [key for key in range(first, end) if key not in self.policy]
-        for place, key in zip(places, missing, strict=False):
-            self._bring(key, place)
-            self._ahead[key] = place
+        for key in range(first, end):
+            if key not in self._ahead and key not in self.policy:
+                place = passing.spare()
+                if place is None:
+                    break
+                self._bring(key, place)
+                self._ahead[key] = place
 
     def _one_token(self, call: LayerCall) -> torch.Tensor:
         graphs = call.loaded
@@ -280,12 +282,14 @@ class SlotExpertRuntime:
         steps = self._plan(call, experts, routing.last_experts)
         # Copies first: the link must not wait for the host to enqueue anything else.
         passing = Passing(steps, self._places(prompt=last_rows is not None), self._ahead, self._copy)
+        self._ahead = {}
+        self._fetch_ahead(call, len(experts), passing)
         total = self._sum(call, routing, prompt=last_rows is not None)
         while steps:
             chunk = passing.next_of(steps, total.at_once)
             self._compute(chunk, passing, total)
             steps = steps[len(chunk) :]
-        self._fetch_ahead(call, len(experts), passing.free_places)
+        self._fetch_ahead(call, len(experts), passing)
         if isinstance(total, ExpertSum):
             for expert in routing.experts[len(experts) :]:
                 total.add_identity(expert)

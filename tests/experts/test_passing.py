@@ -65,7 +65,8 @@ def test_random_layers_read_what_they_should_and_lose_no_place():
     for _ in range(5_000):
         steps, places, ahead = draw_layer(draw)
         device, passing = run(steps, places, ahead)
-        assert set(passing.free_places) <= set(places) and len(set(passing.free_places)) == len(passing.free_places)
+        spare = list(iter(passing.spare, None))
+        assert set(spare) <= set(places) and len(set(spare)) == len(spare)
         slots = {step.place: step.key for step in steps if step.cached}
         for step in steps:
             copied = device.copies[step.key]
@@ -88,11 +89,21 @@ def test_as_many_copies_run_ahead_as_there_are_places(places, early):
         assert len(device.begun) == min(10, number + 1 + places)
 
 
+def test_places_are_to_spare_only_when_no_expert_waits_for_one():
+    steps = [Step(e, e, 100 + e % 2, copy=True, cached=False) for e in range(3)]
+    passing = Passing(steps, [100, 101], {}, Device({}).bring)
+    assert passing.spare() is None
+    passing = Passing(steps, [100, 101, 7, 8], {}, Device({}).bring)
+    assert passing.spare() == 8 and passing.spare() is None
+    passing.done(steps[0])
+    assert passing.spare() == 100
+
+
 def test_what_was_fetched_ahead_is_read_where_it_lies():
     steps = [Step(e, e, 100 + e % 2, copy=True, cached=False) for e in range(4)]
     device, passing = run(steps, [100, 101, 5, 6], {0: 5, 1: 6, 2: 100, 3: 101})
     assert device.begun == []
-    assert passing.free_places == [5, 6, 100, 101], "those least recently read come first"
+    assert list(iter(passing.spare, None)) == [5, 6, 100, 101], "those least recently read come first"
 
 
 def test_an_expert_that_got_a_slot_is_copied_on_before_its_place_is_used_again():
