@@ -32,7 +32,7 @@ CAPACITY_STEP = 256
 """Caches come in multiples of this many positions, so that calls of like length share one recording."""
 MAX_CACHE_BYTES = 2**30
 """Of one call's cache, and of all that is kept between calls."""
-MAX_STATES = 4
+MAX_STATES = MAX_ROWS
 """Numbers of rows whose cache and recording are kept, so that calls of different batches in turn record nothing anew."""
 _MODES = ("greedy_search", "sample", "beam_search", "beam_sample")
 _READ = {"input_ids", "attention_mask", "position_ids", "use_cache", "return_dict", "logits_to_keep"}
@@ -146,20 +146,30 @@ class DecodeStepper:
 
     def _state_for(self, batch: int, length: int) -> StepState | None:
         """The fixed tensors for a call: kept ones if they fit, else new ones; None when memory does not suffice."""
-        state = next((kept for kept in self._states if kept.batch == batch), None)
-        if state is not None:
-            self._states.remove(state)
-        if state is None or state.capacity < length:
-            state = None  # before the new ones are made: both need not fit
-            del self._states[: 1 - MAX_STATES]
+        state = next((kept for kept in self._states if kept.batch == batch and kept.capacity >= length), None)
+        if state is None:
+            # Before the new ones are made: both need not fit.
+            self._forget([kept for kept in self._states if kept.batch == batch])
+            self._forget(self._states[: 1 - MAX_STATES])
             state = self._new_state(batch, length)
             if state is None:
                 return None
             while self._states and sum(kept.nbytes for kept in (*self._states, state)) > MAX_CACHE_BYTES:
-                del self._states[0]
+                self._forget(self._states[:1])
+        else:
+            self._states.remove(state)
         self._states.append(state)
         state.reset()
         return state
+
+    def _forget(self, states: list[StepState]) -> None:
+        """Give their caches and recordings back: the allocator keeps a recording's memory for nobody until it is emptied."""
+        recorded = any(state.graph is not None for state in states)
+        self._states = [kept for kept in self._states if kept not in states]
+        for state in states:
+            state.graph, state.output, state.watched = None, None, []
+        if recorded:
+            torch.cuda.empty_cache()
 
     def _new_state(self, batch: int, length: int) -> StepState | None:
         """Made of what memory there is, else of what those that are kept give back."""
@@ -170,7 +180,7 @@ class DecodeStepper:
                 state = StepState(model, self._plan, batch, _rounded(length), self.engine.device)
             except torch.OutOfMemoryError as error:
                 self.reason = f"no memory for a static cache of {batch} x {length} positions ({error})"
-                self._states.clear()
+                self._forget(self._states)
             else:
                 self.reason = ""
                 return state
@@ -196,7 +206,7 @@ class DecodeStepper:
             self._give_up(f"a step ran out of memory: {error}")
         except BaseException:
             self.engine.abandon()
-            self._states.remove(state)
+            self._forget([state])
             self._active = None
             raise
         return plain()
@@ -205,7 +215,7 @@ class DecodeStepper:
         log.warning("decoded tokens take the plain way from now on: %s", reason)
         self.reason = self._broken = reason
         self.engine.abandon()
-        self._states.clear()
+        self._forget(self._states)
         self._active = None
 
     def _is_step(self, state: StepState, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
@@ -315,7 +325,7 @@ class DecodeStepper:
 
     def close(self) -> None:
         """Give the caches and the recordings back. Idempotent."""
-        self._states.clear()
+        self._forget(self._states)
         self._active = None
         self._broken = "the model is closed"
 

@@ -557,7 +557,7 @@ def test_the_gpu_holds_embeddings_head_what_stays_three_layers_slots_and_little_
     sizes = {"hidden_size": 1024, "head_dim": 64, "num_attention_heads": 64}
     folder = checkpoint("qwen3_moe", num_hidden_layers=LAYERS, **sizes)
     outside = inspect_folder(folder).rest_bytes
-    spare = 4 * 2**20  # activations, and what each allocation is rounded up by
+    spare = 8 * 2**20  # activations, the recordings' own, and what each allocation is rounded up by
     for _ in range(2):  # in the first turn the matrix libraries take their workspaces, for good
         torch.cuda.reset_peak_memory_stats()
         before = torch.cuda.memory_allocated()

@@ -245,12 +245,17 @@ def test_threads_that_call_the_model_directly_take_turns_too(
         expected = [oracle(prompt(n).to(device)).logits for n in range(8)]
     wrong: list[object] = []
 
+    def same(ours: torch.Tensor, theirs: torch.Tensor) -> bool:
+        """The same bits; with the device engine, which adds a prompt's experts up in float32, up to rounding."""
+        room = 0.02 * float(theirs.abs().max()) if runtime(model).engine is not None and dtype != torch.float32 else 0.0
+        return bool((ours - theirs).abs().max() <= room)
+
     def serve(thread: int) -> None:
         try:
             for turn in range(4):
                 n = (thread + turn * 3) % 8
                 with torch.no_grad():
-                    if not torch.equal(model.model(prompt(n).to(device)).logits, expected[n]):
+                    if not same(model.model(prompt(n).to(device)).logits, expected[n]):
                         wrong.append(n)
         except BaseException as error:  # noqa: BLE001 - shown by the assertion
             wrong.append(error)

@@ -25,10 +25,12 @@ GATE_UP_ROWS, GATE_UP_COLUMNS = 1, 2048
 DOWN_ROWS, DOWN_COLUMNS = 4, 512
 NARROW, NARROW_COLUMNS = 512, 64
 """Experts up to so wide are read in short pieces by `down`. All of these: the fastest of those tried on an H200 (LOG.md)."""
-MIDDLING, MIDDLING_COLUMNS = 768, 256
-"""Experts up to so wide (Qwen3's) would leave half of a second long piece empty. Reasoned, not measured, like the next."""
-GATE_UP_ACROSS, DOWN_ACROSS = (32, 64), (16, 128)
-"""(rows, columns) where weights lie transposed: neighbours in memory are neighbours in the output, so tiles are tall."""
+MIDDLING = 768
+"""Up to so wide (Qwen3's, of which a token uses many) one warp a row: 10.0 us where tiles of 4 rows and warps take 14.4."""
+DOWN_WIDE, DOWN_NARROW, DOWN_MIDDLING = (DOWN_ROWS, DOWN_COLUMNS, 4), (DOWN_ROWS, NARROW_COLUMNS, 4), (1, 128, 1)
+"""(rows, columns, warps)"""
+GATE_UP_ACROSS, DOWN_ACROSS = (32, 64), (16, 128, 4)
+"""The same where weights lie transposed: neighbours in memory are neighbours in the output, so tiles are tall. Not measured."""
 
 _LATEST = tl.constexpr(2147483647)
 
@@ -346,7 +348,7 @@ def down(
     """See the twin."""
     tokens, top_k, width = inner.shape
     hidden_width = out.shape[1]
-    rows, columns = down_tile(width, across=weights.stride(2) != 1)
+    rows, columns, warps = down_tile(width, across=weights.stride(2) != 1)
     _down[(triton.cdiv(hidden_width, rows), tokens)](
         inner,
         places,
@@ -367,14 +369,14 @@ def down(
         K=triton.next_power_of_2(top_k),
         ROWS=rows,
         COLUMNS=columns,
-        num_warps=4,
+        num_warps=warps,
     )
 
 
-def down_tile(width: int, across: bool) -> tuple[int, int]:
-    """Rows and columns of the weights that a program of `down` reads at once."""
+def down_tile(width: int, across: bool) -> tuple[int, int, int]:
+    """Rows and columns of the weights that a program of `down` reads at once, and its warps."""
     if across:
         return DOWN_ACROSS
     if width <= NARROW:
-        return DOWN_ROWS, NARROW_COLUMNS
-    return DOWN_ROWS, MIDDLING_COLUMNS if width <= MIDDLING else DOWN_COLUMNS
+        return DOWN_NARROW
+    return DOWN_MIDDLING if width <= MIDDLING else DOWN_WIDE

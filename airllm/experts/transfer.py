@@ -82,6 +82,8 @@ class StreamTransfer:
     def __init__(self, places: int, device: torch.device) -> None:
         self.device = device
         self._stream = torch.cuda.Stream(device)
+        # The places may lie in memory whose last use is still enqueued.
+        self._stream.wait_stream(torch.cuda.current_stream(device))
         self._copied = [torch.cuda.Event() for _ in range(places)]
         self._read = [torch.cuda.Event() for _ in range(places)]
         self._ready_for: list[int | None] = [None] * places  # stream that has already waited for the copy

@@ -24,6 +24,8 @@ def rounds(transfer: Any, device: str) -> bool:
         sources = sources.pin_memory()
     places = torch.full((2, width), float("nan"), device=device)
     sums = torch.zeros(turns, device=device)
+    for place in range(2):
+        transfer.done_reading(place)  # what was just written there comes before the copies
     transfer.copy(sources[0], places[0], 0)
     for turn in range(turns):
         place = turn % 2
