@@ -48,7 +48,7 @@ setup(
     extras_require={
         "bitsandbytes": ["bitsandbytes"],
         "bench": ["matplotlib"],
-        "test": ["pytest", "ruff", "mypy"],
+        "test": ["pytest", "pytest-xdist", "ruff", "mypy"],
     },
     entry_points={"console_scripts": ["airllm = airllm.cli:main"]},
     classifiers=[

@@ -95,8 +95,8 @@ class StreamTransfer:
         self._stream.wait_event(self._read[place])
         self._ready_for[place] = None
         current = self._current()
-        torch.cuda.set_stream(self._stream)  # the context manager of the same name costs as much again as the copy
         try:
+            torch.cuda.set_stream(self._stream)  # a context manager for this costs as much again as the copy
             self._move(source, target)
         finally:
             torch.cuda.set_stream(current)
