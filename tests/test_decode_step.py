@@ -231,6 +231,7 @@ def test_calls_share_their_fixed_tensors_while_these_fit(oracle, model):
 
 
 def test_the_least_recently_used_fixed_tensors_go_first(oracle, monkeypatch):
+    monkeypatch.setattr(decode_step, "MAX_STATES", 4)
     with load() as model:
         for rows in (1, 2, 3, 4, 1, 5):
             both(oracle, model, input_ids=ids([[3, 4]] * rows), max_new_tokens=3)

@@ -408,16 +408,18 @@ def plant(patch: pytest.MonkeyPatch, model: Any, moe_layer: int, where: str, fai
 
     def run_once(call: Any) -> Any:
         armed[0] = call.layer == moe_layer
+        if armed[0] and where == "expert copy":
+            runtime.policy.clear()  # a token that only hits copies nothing
         total = run(call)
         if armed[0] and where == "expert sum":
             fail()
         return total
 
-    def copying(steps: Any) -> None:
+    def copying(*step: Any) -> None:
         if armed[0] and where == "expert copy":
             armed[0] = False
             fail()
-        copy(steps)
+        copy(*step)
 
     patch.setattr(runtime, "_run_once", run_once)
     patch.setattr(runtime, "_copy", copying)

@@ -26,6 +26,7 @@ from airllm import airllm_phimoe
 from airllm.errors import AirLLMError
 from airllm.experts import assembly
 from airllm.experts.compute import ExpertMath
+from airllm.experts.grouped import GroupedSum
 from airllm.experts.transfer import StreamTransfer, SyncTransfer
 
 PROMPT, NEW = 20, 5
@@ -104,6 +105,8 @@ class Fault:
                 if isinstance(module, assembly.SlotExperts):
                     gate = module.apply_gate
                     patch.setattr(module, "math", ExpertMath(lambda z, gate=gate: (self.fire(), gate(z))[1]))
+            add = GroupedSum.add  # which computes a prompt of the device engine
+            patch.setattr(GroupedSum, "add", lambda total, *call: (self.fire(), add(total, *call))[1])
         elif point == "before copy":
             patch.setattr(used, "_copy", lambda *step: (self.fire(), copy(*step))[1])
         else:

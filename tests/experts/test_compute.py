@@ -26,8 +26,8 @@ def test_tokens_are_grouped_in_the_order_in_which_transformers_lists_them(
     mask = torch.nn.functional.one_hot(index.long(), num_classes=9).permute(2, 1, 0)
     for expert in routing.experts:
         position, token = torch.where(mask[expert])
-        span = slice(routing._edges[expert], routing._edges[expert + 1])
-        assert torch.equal(routing._token[span], token) and torch.equal(routing._position[span], position)
+        span = slice(*routing.rows(expert))
+        assert torch.equal(routing.token[span], token) and torch.equal(routing._position[span], position)
 
 
 def test_the_last_rows_experts_are_told_apart() -> None:
@@ -67,10 +67,11 @@ def test_gathered_or_not_the_sum_is_the_oracles(
         hidden, index = torch.randn(tokens, slot_rig.HIDDEN).to(dtype), routed(tokens, top_k)
         weights = (torch.rand(tokens, top_k) + 0.4).to(dtype)
         routing = Routing(index, 8, None)
-        total = routing.sum_of(hidden, weights, ExpertMath(module._apply_gate))
+        places = [(module.gate_up_proj[expert], module.down_proj[expert]) for expert in range(8)]
+        total = routing.sum_of(hidden, weights, ExpertMath(module._apply_gate), places)
         assert isinstance(total, GatheredSum) is gathered
         for expert in routing.experts:
-            total.add(expert, (module.gate_up_proj[expert], module.down_proj[expert]))
+            total.add([expert], [expert])
         assert torch.equal(total.result(), module(hidden, index, weights))
 
 
@@ -78,9 +79,12 @@ def test_rows_are_not_gathered_where_some_ids_mean_no_expert_or_rows_are_not_ali
     module = next(iter(slot_rig.experts_modules(torch.float32).values()))
     math, wide = ExpertMath(module._apply_gate), torch.randn(2, 64)
     whole, partial = Routing(torch.tensor([[1, 3], [2, 0]]), 8, None), Routing(torch.tensor([[8, 3], [2, 0]]), 8, None)
-    assert isinstance(whole.sum_of(wide, torch.ones(2, 2), math), GatheredSum)
-    assert isinstance(partial.sum_of(wide, torch.ones(2, 2), math), ExpertSum)
-    assert isinstance(whole.sum_of(wide[:, :60].contiguous(), torch.ones(2, 2), math), ExpertSum)
+    assert isinstance(whole.sum_of(wide, torch.ones(2, 2), math, []), GatheredSum)
+    for total in (
+        partial.sum_of(wide, torch.ones(2, 2), math, []),
+        whole.sum_of(wide[:, :60].contiguous(), torch.ones(2, 2), math, []),
+    ):
+        assert type(total) is ExpertSum
 
 
 def test_the_modules_own_gate_is_used() -> None:
