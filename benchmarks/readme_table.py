@@ -19,6 +19,9 @@ from benchmarks.marked_section import replaced  # noqa: E402
 
 RESULT = ROOT / "benchmarks" / "results" / "phi-tiny-h200.json"
 ENGINE = RESULT.with_name("decode-engine-h200.json")
+PROMPTS = RESULT.with_name("prompts-h200.json")
+LATER = RESULT.with_name("phi-tiny-slots-h200.json")
+SHAPES = [RESULT.with_name(f"family-speed-{name}-h200.json") for name in ("qwen3", "mixtral")]
 PLOT = "benchmarks/results/tiny-cpu.png"
 START, END = "<!-- results:start -->", "<!-- results:end -->"
 NAMES = {
@@ -83,7 +86,7 @@ def in_turn(result: dict[str, Any]) -> str:
     return f"{ratios['median']:.2f} ({ratios['p10']:.2f} to {ratios['p90']:.2f})"
 
 
-def engine_rows(engine: dict[str, Any]) -> list[str]:
+def engine_rows(engine: dict[str, Any], prompts: dict[str, Any]) -> list[str]:
     """What decode_engine.py measured: steps, prompts, and the error of the logits."""
     lines = ["| | ms | floor ms | ratio | hit rate |", "|---|---|---|---|---|"]
     for name, row in engine["decoding"].items():
@@ -92,17 +95,58 @@ def engine_rows(engine: dict[str, Any]) -> list[str]:
             ratio = ours["step_s"] / row["floor_s"]
             times = f"{ours['step_s'] * 1e3:.2f} | {row['floor_s'] * 1e3:.2f} | {ratio:.2f}"
             lines.append(f"| a decoded step, {name} ({ours['slots']} slots) | {times} | {ours['hit_rate']:.2f} |")
-    for name, row in engine["prompts"].items():
+    for name, row in prompts["prompts"].items():
         floor_s = max(row["bank_over_link_s"], row["arithmetic_s"])
         times = f"{row['prompt_s'] * 1e3:.0f} | {floor_s * 1e3:.0f} | {row['ratio']:.2f}"
-        lines.append(f"| a prompt of {name} (plain engine) | {times} | |")
+        lines.append(f"| a prompt of {name} | {times} | |")
     errors = ", ".join(f"{name} {row['mean']:.2f}" for name, row in engine["logits_error"].items())
     host_ms = engine["decoding"]["host_s_a_token"] * 1e3
     host = f"Host time a token outside the recorded step: {host_ms:.2f} ms."
     return [*lines, "", f"{host} Mean error of the logits against a float32 model: {errors}."]
 
 
-def table(result: dict[str, Any], engine: dict[str, Any]) -> str:
+def later(result: dict[str, Any]) -> str:
+    """What a later run of slots and eager says."""
+    slots, eager = (result["cases"][kind] for kind in ("slots", "eager"))
+    summary, tokens = slots["summary"]["forced"], slots["summary"]["forced"]["tokens"]
+    (turns,) = result["pair"]["ratios"]
+    return (
+        f"A later run of these two alone: slots {summary['decode']['median_s'] * 1e3:.1f} ms, eager "
+        f"{eager['summary']['forced']['decode']['median_s'] * 1e3:.1f} ms; in turn, prompt by prompt, "
+        f"{turns['median']:.2f} of eager's time; {tokens['equal']} of {tokens['compared']} tokens equal; peaks "
+        f"{slots['device_memory']['peak_reserved_bytes'] / GIB:.2f} GiB on the device, "
+        f"{slots['peak_process_bytes'] / GIB:.2f} GiB in the process."
+    )
+
+
+def shape_rows(results: list[dict[str, Any]]) -> list[str]:
+    """What family_speed.py measured."""
+    lines = [
+        "| layers of | experts in slots | ms a token | floor ms | ratio | hit rate (one LRU's) | device peak GiB |",
+        "|---|---|---|---|---|---|---|",
+    ]
+    for result in results:
+        name = f"{result['shape']['name']}, {result['shape']['layers']} of them"
+        for row in result["slots"]:
+            cells = (
+                name, f"{row['portion']:.0%}", f"{row['step_s'] * 1e3:.2f}", f"{row['floor_s'] * 1e3:.2f}",
+                f"{row['step_s'] / row['floor_s']:.2f}", f"{row['hit_rate']:.2f} ({row['lru_hit_rate']:.2f})",
+                f"{row['peak_reserved_bytes'] / GIB:.1f}",
+            )  # fmt: skip
+            lines.append("| " + " | ".join(cells) + " |")
+        for kind, row in result["resident"].items():
+            times = f"{row['step_s'] * 1e3:.2f} | {row['floor_s'] * 1e3:.2f} | {row['step_s'] / row['floor_s']:.2f}"
+            lines.append(f"| {name} | {kind}, all on the GPU | {times} | | {row['peak_reserved_bytes'] / GIB:.1f} |")
+    return lines
+
+
+def table(
+    result: dict[str, Any],
+    engine: dict[str, Any],
+    prompts: dict[str, Any],
+    two: dict[str, Any],
+    shapes: list[dict[str, Any]],
+) -> str:
     """The section between the README's markers."""
     lines = [
         f"Random weights in Phi-tiny-MoE's exact geometry, {where(result)}, page cache warm. The floor is the time that the "
@@ -119,9 +163,18 @@ def table(result: dict[str, Any], engine: dict[str, Any]) -> str:
         "",
         *rows_of(result, "forced"),
         "",
+        later(two),
+        "",
         "The device engine alone (another run on the same machine; its floor takes the misses of one global LRU):",
         "",
-        *engine_rows(engine),
+        *engine_rows(engine, prompts),
+        "",
+        "Prompts: of another run, another prompt each time, into an empty cache.",
+        "",
+        "Other families, device engine, random bfloat16 weights, batch 1, a fixed script of tokens; tokens go to experts by a "
+        "random rule with habits, and the floor takes the misses that one global LRU has on it (`benchmarks/family_speed.py`):",
+        "",
+        *shape_rows(shapes),
         "",
         "Reproduce it (needs a GPU and 16 GiB of host memory; builds the 7 GiB checkpoint on first use):",
         "",
@@ -137,7 +190,9 @@ def table(result: dict[str, Any], engine: dict[str, Any]) -> str:
         "--expert-cache-gb 0.75 --dtype float16",
         "```",
         "",
-        "Result files: " + ", ".join(f"`{path.relative_to(ROOT)}`" for path in (RESULT, ENGINE)) + ". Hit rate and speed "
+        "Result files: "
+        + ", ".join(f"`{path.relative_to(ROOT)}`" for path in (RESULT, LATER, ENGINE, PROMPTS, *SHAPES))
+        + ". Hit rate and speed "
         f"against the budget, shipped tiny model on a CPU (T = 12 experts, 0.0014 GiB in float32): ![plot]({PLOT})",
     ]
     return "\n".join(lines)
@@ -149,7 +204,10 @@ def main() -> int:
     options = parser.parse_args()
     readme = ROOT / "README.md"
     old = readme.read_text()
-    section = table(json.loads(RESULT.read_text()), json.loads(ENGINE.read_text()))
+    result, engine, prompts, two, *shapes = (
+        json.loads(path.read_text()) for path in (RESULT, ENGINE, PROMPTS, LATER, *SHAPES)
+    )
+    section = table(result, engine, prompts, two, shapes)
     new = replaced(old, START, END, section)
     if options.check:
         return int(old != new)

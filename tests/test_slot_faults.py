@@ -249,8 +249,10 @@ def test_threads_that_call_the_model_directly_take_turns_too(
     wrong: list[object] = []
 
     def same(ours: torch.Tensor, theirs: torch.Tensor) -> bool:
-        """The same bits; with the device engine, which adds a prompt's experts up in float32, up to rounding."""
-        room = 0.02 * float(theirs.abs().max()) if runtime(model).engine is not None and dtype != torch.float32 else 0.0
+        """The same bits; with the device engine, which adds a prompt's experts up in its own order, up to rounding."""
+        room = 0.0
+        if runtime(model).engine is not None:
+            room = (1e-4 if dtype == torch.float32 else 0.02) * float(theirs.abs().max())
         return bool((ours - theirs).abs().max() <= room)
 
     def serve(thread: int) -> None:
