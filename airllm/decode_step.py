@@ -20,7 +20,7 @@ from transformers.modeling_outputs import MoeCausalLMOutputWithPast
 
 from airllm import transformers_private as private
 from airllm.experts.device_engine import MAX_ROWS, DeviceEngine
-from airllm.recorded_layers import Unchanged
+from airllm.recorded_layers import SameSettings, Unchanged
 from airllm.step_cache import StepCache
 from airllm.step_plan import cache_name
 from airllm.step_state import StepPlan, StepState
@@ -63,7 +63,7 @@ class DecodeStepper:
         fused: StepForward | None = None,
     ) -> None:
         self.engine, self._plan = engine, plan
-        self._fused, self._unchanged = fused, Unchanged(model)
+        self._fused, self._unchanged, self._same_settings = fused, Unchanged(model), SameSettings(model)
         self.reason = "no call of generate yet"
         self.steps = self.captures = 0
         self._model = weakref.ref(model)
@@ -82,12 +82,17 @@ class DecodeStepper:
 
     @contextmanager
     def generating(self) -> Iterator[None]:
-        """Inside, this thread's call of generate may become steps."""
-        self._thread, self.reason = threading.get_ident(), "generate failed before its cache was made"
+        """Inside, this thread's call of generate may become steps; one made within it (by a streamer, say) goes the plain way,
+        since there is one set of fixed tensors for both."""
+        outer = self._thread, self._active, self._greedy
+        nested = self._thread is not None
+        self._thread, self._active = (None, None) if nested else (threading.get_ident(), None)
+        if not nested:
+            self.reason = "generate failed before its cache was made"
         try:
             yield
         finally:
-            self._thread = self._active = None
+            self._thread, self._active, self._greedy = outer if nested else (None, None, False)
 
     def hand_out(self, result: Any) -> Any:
         """What generate gives its caller: a cache in it must not be the one that the next call writes into."""
@@ -116,11 +121,15 @@ class DecodeStepper:
             return self._broken
         if not self._unchanged:
             return "the model's modules were changed, or hooks were put into them"
+        if not self._same_settings:
+            return "settings of the model's modules or of its configuration were changed after loading"
         name, model = getattr(mode, "value", mode), self._model()
         if name not in _MODES:
             return f"generation mode {name!r}"
         if model is None or config.use_cache is False or model_kwargs.get("use_cache") is False:
             return "use_cache=False"
+        if getattr(config, "prefill_chunk_size", None) == 1:
+            return "prefill_chunk_size=1"  # a prompt's tokens would look like new ones
         if config.cache_implementation not in (None, "dynamic") or model_kwargs.get(self.cache_name) is not None:
             return "a cache of the caller's choice"
         wanted = [key for key in ("output_attentions", "output_hidden_states") if getattr(config, key, None)]
@@ -136,8 +145,11 @@ class DecodeStepper:
 
     def _too_large(self, model: PreTrainedModel, batch: int, length: int) -> str:
         if not self.engine.fits(batch):
-            slots = self.engine.tables.slots
-            return f"a batch of {batch} sequences: up to {MAX_ROWS} are served, whose experts fit in {slots} slots"
+            places, most = self.engine.tables.most_ids(), min(batch * self.engine.top_k, self.engine.num_experts)
+            return (
+                f"a batch of {batch} sequences, which may use {most} experts in a layer: up to {MAX_ROWS} sequences and "
+                f"{places} experts are served"
+            )
         positions = _rounded(length)
         need = self._plan.cache_bytes(batch, positions, model.dtype.itemsize)
         if need > MAX_CACHE_BYTES:

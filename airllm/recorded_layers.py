@@ -80,6 +80,25 @@ class Unchanged:
         return all(mine.get(name) is weight and weight.data_ptr() == at for mine, name, weight, at in self._weights)
 
 
+class SameSettings:
+    """Whether the numbers, names and switches of a model's modules and configuration are what they were when this was made: a
+    router's number of experts, the attention implementation. To be asked once a call of generate, not in every layer."""
+
+    def __init__(self, model: PreTrainedModel) -> None:
+        configs = {id(config): config for config in (model.config, model.config.get_text_config())}
+        owners = [*(vars(module) for module in model.modules()), *(vars(config) for config in configs.values())]
+        # What comes to be there later is transformers' own notes.
+        self._known = [
+            (owner, name, value)
+            for owner in owners
+            for name, value in owner.items()
+            if type(value) in (bool, int, float, str)
+        ]
+
+    def __bool__(self) -> bool:
+        return all(owner.get(name) == value for owner, name, value in self._known)
+
+
 class _Child(NamedTuple):
     """One module, where it hangs, and which hooks and forward of its own it had."""
 

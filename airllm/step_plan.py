@@ -76,6 +76,8 @@ def plan_steps(model: PreTrainedModel, runtime: SlotExpertRuntime, *, stock: boo
 
     ``stock``: the steps run the model's own forward, which is then tried. Call when the weights are on the device.
     """
+    if model.dtype not in _TOLERANCE:
+        return None, f"the model is {model.dtype}"
     reason = why_no_steps(model)
     if reason:
         return None, reason

@@ -9,6 +9,7 @@ from typing import Any
 import families
 import pytest
 import torch
+from transformers import StoppingCriteria, StoppingCriteriaList
 
 import airllm
 from airllm import fused_step
@@ -84,3 +85,53 @@ def test_a_family_without_kernels_and_odd_weights_say_so(pair: tuple[Any, Any], 
     assert "above 256" in fused_step.why_not_fused(model)
     monkeypatch.setattr(model.config, "model_type", "other")
     assert "model_type 'other'" in fused_step.why_not_fused(model)
+
+
+class Asking(StoppingCriteria):
+    """Generates with the same model in the middle of a call."""
+
+    def __init__(self, model: Any) -> None:
+        self.model, self.calls = model, 0
+
+    def __call__(self, ids: torch.Tensor, scores: Any, **_: Any) -> torch.Tensor:
+        self.calls += 1
+        if self.calls == 3:
+            generate(self.model, families.prompt(getattr(self.model, "model", self.model), seed=8), max_new_tokens=3)
+        return torch.zeros(ids.shape[0], dtype=torch.bool, device=ids.device)
+
+
+def test_a_call_within_a_call_leaves_the_outer_ones_cache_alone(pair: tuple[Any, Any]) -> None:
+    theirs, ours = (
+        generate(model, families.prompt(pair[0]), stopping_criteria=StoppingCriteriaList([Asking(model)])) for model in pair
+    )
+    assert torch.equal(ours.sequences, theirs.sequences)
+    assert pair[1].get_expert_cache_stats()["device_engine_reason"] == ""
+
+
+def test_a_prompt_in_chunks_of_one_token_keeps_its_padding(pair: tuple[Any, Any]) -> None:
+    ids = families.prompt(pair[0], batch=2)
+    mask = torch.ones_like(ids)
+    mask[0, :3] = 0
+    for chunk in (1, 2):
+        same(pair, ids, attention_mask=mask.to(DEVICE), prefill_chunk_size=chunk)
+        assert pair[1].get_expert_cache_stats()["device_engine_reason"] == ("prefill_chunk_size=1" if chunk == 1 else "")
+
+
+def test_settings_changed_after_loading_are_followed(pair: tuple[Any, Any]) -> None:
+    same(pair, families.prompt(pair[0]))
+    models = [pair[0], pair[1].model]
+    for model in models:
+        model.set_attn_implementation("eager")
+    same(pair, families.prompt(pair[0]))
+    assert "settings" in pair[1].get_expert_cache_stats()["device_engine_reason"]
+    for model in models:
+        model.set_attn_implementation("sdpa")
+    same(pair, families.prompt(pair[0]))
+    assert pair[1].get_expert_cache_stats()["device_engine_reason"] == ""
+    routers = [layer.mlp.gate for model in models for layer in model.model.layers if hasattr(layer.mlp, "gate")]
+    before = [router.top_k for router in routers]
+    for router in routers:
+        router.top_k = 1
+    same(pair, families.prompt(pair[0]))
+    for router, top_k in zip(routers, before, strict=True):
+        router.top_k = top_k
