@@ -18,6 +18,7 @@ from transformers import PretrainedConfig, PreTrainedModel
 
 from airllm.experts import step_twins
 from airllm.experts.device_engine import DeviceEngine
+from airllm.experts.device_ops import ops_for
 from airllm.experts.step_twins import Norm
 from airllm.step_cache import StepCache
 
@@ -113,21 +114,12 @@ def why_not_fused(model: PreTrainedModel) -> str:
     return ""
 
 
-def kernels_for(device: torch.device) -> ModuleType:
-    """The Triton kernels, or their twins on the CPU."""
-    if device.type == "cpu":
-        return step_twins
-    from airllm.experts import step_kernels
-
-    return step_kernels
-
-
 class FusedStep:
     """The forward of one new token of each of up to eight sequences, from and to the fixed tensors of a step."""
 
     def __init__(self, model: PreTrainedModel, engine: DeviceEngine) -> None:
         config = model.config
-        self._engine, self._ops = engine, kernels_for(engine.device)
+        self._engine, self._ops = engine, ops_for(engine.device, "step_kernels", step_twins)
         self._layers = [LayerWeights.of(layer) for layer in model.model.layers]
         self._embedding = model.model.embed_tokens.weight
         self._rotary = model.model.rotary_emb

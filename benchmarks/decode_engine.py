@@ -316,18 +316,23 @@ def bench_of(args: argparse.Namespace) -> PhiBench:
     return PhiBench(args, device, dtype, folder, geometry)
 
 
+def add_run_options(parser: argparse.ArgumentParser, tokens: int) -> None:
+    """The options that every script which times decoded tokens takes; ``tokens``: the default number of them."""
+    parser.add_argument("--tokens", type=int, default=tokens)
+    parser.add_argument("--repeats", type=int, default=3)
+    parser.add_argument("--device")
+    parser.add_argument("--work-dir", type=Path, default=Path(".bench"))
+    parser.add_argument("--output-json", type=Path)
+
+
 def main(arguments: list[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--geometry", choices=GEOMETRIES, default="phi-tiny")
     parser.add_argument("--layers", type=int, help="build only so many of the geometry's layers")
     parser.add_argument("--expert-cache-gb", type=float, help="default 0.75; tiny: 1.14 T")
-    parser.add_argument("--tokens", type=int, default=64)
-    parser.add_argument("--repeats", type=int, default=3)
+    add_run_options(parser, tokens=64)
     parser.add_argument("--prompt-tokens", type=int, nargs="*", default=[512, 4096])
     parser.add_argument("--sections", default="kernels,decoding,routing,prompts,logits_error", help="comma-separated")
-    parser.add_argument("--device")
-    parser.add_argument("--work-dir", type=Path, default=Path(".bench"))
-    parser.add_argument("--output-json", type=Path)
     args = parser.parse_args(arguments)
     bench = bench_of(args)
     args.expert_cache_gb = args.expert_cache_gb or bench.geometry.default_budget_gb(bench.sizes.bytes_per_value)

@@ -32,6 +32,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 from benchmarks import floors, machine  # noqa: E402
 from benchmarks.build_checkpoint import ensure  # noqa: E402
 from benchmarks.cases import Script  # noqa: E402
+from benchmarks.decode_engine import add_run_options  # noqa: E402
 from benchmarks.expert_cache import random_ids  # noqa: E402
 from benchmarks.geometry import GEOMETRIES, GIB  # noqa: E402
 from benchmarks.report import Sizes  # noqa: E402
@@ -146,11 +147,7 @@ def main(arguments: list[str] | None = None) -> int:
     parser.add_argument("--geometry", choices=GEOMETRIES, default="phi-tiny")
     parser.add_argument("--resident-part", type=float, default=0.25, help="of the decoder layers' dense bytes")
     parser.add_argument("--expert-cache-gb", type=float, help="default 0.75; tiny: 1.14 T")
-    parser.add_argument("--tokens", type=int, default=32)
-    parser.add_argument("--repeats", type=int, default=3)
-    parser.add_argument("--device")
-    parser.add_argument("--work-dir", type=Path, default=Path(".bench"))
-    parser.add_argument("--output-json", type=Path)
+    add_run_options(parser, tokens=32)
     args = parser.parse_args(arguments)
     bench = Bench(args)
     part_gb = args.resident_part * bench.layer_bytes / GIB

@@ -31,7 +31,7 @@ import torch
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 from benchmarks import floors, forced_routing, machine, policy_replay  # noqa: E402
-from benchmarks.decode_engine import PROMPT_TOKENS, Bench, decode  # noqa: E402
+from benchmarks.decode_engine import PROMPT_TOKENS, Bench, add_run_options, decode  # noqa: E402
 from benchmarks.family_shapes import SHAPES, Shape  # noqa: E402
 from benchmarks.routing_traces import Token, Trace, Turn, random_trace, read_trace  # noqa: E402
 
@@ -165,11 +165,7 @@ def parse(arguments: list[str] | None) -> argparse.Namespace:
     parser.add_argument("--engines", default="plain,device", help="comma-separated")
     parser.add_argument("--routing", choices=("skewed", "own"), default="skewed", help="whose experts the tokens go to")
     parser.add_argument("--no-resident", dest="resident", action="store_false", help="without plain transformers")
-    parser.add_argument("--tokens", type=int, default=64)
-    parser.add_argument("--repeats", type=int, default=3)
-    parser.add_argument("--device")
-    parser.add_argument("--work-dir", type=Path, default=Path(".bench"))
-    parser.add_argument("--output-json", type=Path)
+    add_run_options(parser, tokens=64)
     args = parser.parse_args(arguments)
     args.portions = [float(text) for text in args.portions.split(",")]
     args.engines = args.engines.split(",")

@@ -78,10 +78,11 @@ def _kernels(geometry: Geometry, device: torch.device, dtype: torch.dtype) -> li
 
 
 def _dense(g: Geometry, device: torch.device, dtype: torch.dtype) -> list[Row]:
+    from airllm.experts import step_twins
+    from airllm.experts.device_ops import ops_for
     from airllm.experts.step_twins import Norm
-    from airllm.fused_step import kernels_for
 
-    ops = kernels_for(device)
+    ops = ops_for(device, "step_kernels", step_twins)
 
     def numbers(*shape: int, of: torch.dtype = dtype) -> torch.Tensor:
         return torch.randn(*shape, device=device).to(of) * 0.02
@@ -125,11 +126,12 @@ def _dense(g: Geometry, device: torch.device, dtype: torch.dtype) -> list[Row]:
 
 
 def _experts(g: Geometry, device: torch.device, dtype: torch.dtype) -> list[Row]:
-    from airllm.experts.device_engine import kernels_for
+    from airllm.experts import kernel_twins
+    from airllm.experts.device_ops import ops_for
     from airllm.experts.device_tables import AgedTables
     from airllm.experts.host_memory import HostBlock
 
-    ops, cuda = kernels_for(device), device.type == "cuda"
+    ops, cuda = ops_for(device, "kernels", kernel_twins), device.type == "cuda"
     nbytes = g.expert_values * dtype.itemsize
     slots = (64 if cuda else 4) // g.top_k * g.top_k
     pool = torch.zeros(slots, nbytes, dtype=torch.uint8, device=device)

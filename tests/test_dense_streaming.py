@@ -19,6 +19,7 @@ import slot_rig
 import test_quantised
 import torch
 import transformers
+from broken_disk import breaking_disk
 from slot_rig import gpu
 
 import airllm
@@ -447,14 +448,7 @@ def test_a_disk_that_is_gone_is_the_callers_error_and_one_that_is_back_serves_ag
     model: Any, answers: Callable[[Any], bool], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     assert answers(model)
-    scatter, broken, original = TensorReader.scatter, threading.Event(), CheckpointError("the disk is gone")
-
-    def fail(self: TensorReader, read: Any) -> None:
-        if broken.is_set():
-            raise original
-        scatter(self, read)
-
-    monkeypatch.setattr(TensorReader, "scatter", fail)
+    broken, original = breaking_disk(monkeypatch)
     broken.set()
     with pytest.raises(CheckpointError) as caught:
         families.greedy(model, torch.tensor([[7, 8, 9]]), 4)

@@ -16,6 +16,7 @@ from typing import Any
 import families
 import pytest
 import torch
+from broken_disk import breaking_disk
 from torch import nn
 
 from airllm import layer_layout, skeleton
@@ -286,14 +287,7 @@ def test_an_exception_at_any_layer_reaches_the_caller_and_the_next_call_is_right
 def test_a_read_error_reaches_the_caller_and_the_next_call_is_right(
     model: AirLLMBaseModel, monkeypatch: pytest.MonkeyPatch, expected: Any
 ) -> None:
-    scatter, broken, original = TensorReader.scatter, threading.Event(), CheckpointError("the disk is gone")
-
-    def fail(self: TensorReader, read: Any) -> None:
-        if broken.is_set():
-            raise original
-        scatter(self, read)
-
-    monkeypatch.setattr(TensorReader, "scatter", fail)
+    broken, original = breaking_disk(monkeypatch)
     for _ in range(3):
         model(ids())
         broken.set()

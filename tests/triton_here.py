@@ -10,6 +10,7 @@ import os
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -28,6 +29,22 @@ def runs_itself(test: object) -> object:
     """Marks the test that runs its file in the interpreter: not without Triton, and not where the kernels run anyway."""
     here = pytest.mark.skipif(INTERPRETED or DEVICE.type == "cuda", reason="the kernels run in this process")
     return pytest.mark.skipif(not HAS_TRITON, reason="Triton is not installed")(here(test))
+
+
+def random_numbers() -> Any:
+    """``draw(*shape, dtype=, scale=)``: normal numbers where kernels run, the same ones in every test."""
+    generator = torch.Generator().manual_seed(0)
+
+    def draw(*shape: int, dtype: torch.dtype = torch.float32, scale: float = 1.0) -> torch.Tensor:
+        return (torch.randn(*shape, generator=generator) * scale).to(dtype).to(DEVICE)
+
+    return draw
+
+
+def close(ours: torch.Tensor, theirs: torch.Tensor, dtype: torch.dtype | None = None) -> bool:
+    """Equal up to a few roundings (in ``dtype``): sums are added in another order."""
+    room = {torch.float32: 2e-5, torch.float16: 2e-3, torch.bfloat16: 1.6e-2}[dtype or ours.dtype]
+    return bool(((ours - theirs).float().abs().max() <= room * theirs.float().abs().max()).item())
 
 
 def run_interpreted(file: str) -> None:

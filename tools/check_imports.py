@@ -56,6 +56,7 @@ ORDER = (
     "experts.grouped",
     "experts.gates",
     "experts.decode_graphs",
+    "experts.device_ops",
     "experts.device_tables",
     "experts.kernel_twins",
     "experts.route_aged",

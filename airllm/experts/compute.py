@@ -93,7 +93,7 @@ class Routing:
     """
 
     def __init__(self, index: torch.Tensor, num_experts: int, last_rows: torch.Tensor | None) -> None:
-        tokens = index.shape[0]
+        tokens, self._top_k = index.shape
         flat = index.t().reshape(-1)  # position-major, the order in which torch.where(mask) lists pairs
         ranked, order = torch.sort(flat, stable=True)
         edges = torch.searchsorted(ranked, torch.arange(num_experts + 1, device=index.device, dtype=ranked.dtype))
@@ -141,6 +141,16 @@ class Routing:
     def _span(self, expert: int) -> slice:
         return slice(*self.rows(expert))
 
+    def by_row(self, weights: torch.Tensor) -> torch.Tensor:
+        """Routing weights [T, K] of the sorted rows, [T * K]."""
+        return weights.t().reshape(-1)[self.order]
+
+    def row_of(self) -> torch.Tensor:
+        """[K, T]: which of the sorted rows each token's position became."""
+        row = torch.empty_like(self.order)
+        row[self.order] = torch.arange(self.order.numel(), device=self.order.device)
+        return row.view(self._top_k, -1)
+
     @property
     def complete(self) -> bool:
         """Whether no id means "no expert"."""
@@ -180,6 +190,10 @@ class ExpertSum:
     ) -> None:
         self._routing, self._hidden, self._weights, self._math, self._views = routing, hidden, weights, math, views
         self._total = math.start(hidden, weights)
+        self._prepare()
+
+    def _prepare(self) -> None:
+        """What is done once for all experts."""
 
     def add(self, experts: Sequence[int], places: Sequence[int]) -> None:
         """The expert that lies in the place; call with ascending experts."""
@@ -202,17 +216,9 @@ class GatheredSum(ExpertSum):
     """The same sum with the same bits, in fewer launches: rows are gathered once for all experts, and weighted and added up
     once at the end, each token's experts in ascending order."""
 
-    def __init__(
-        self,
-        routing: Routing,
-        hidden: torch.Tensor,
-        weights: torch.Tensor,
-        math: ExpertMath,
-        views: Sequence[Sequence[torch.Tensor]],
-    ) -> None:
-        super().__init__(routing, hidden, weights, math, views)
-        self._rows = hidden[routing.token]
-        self._by_row = weights.t().reshape(-1)[routing.order, None]
+    def _prepare(self) -> None:
+        self._rows = self._hidden[self._routing.token]
+        self._by_row = self._routing.by_row(self._weights)[:, None]
         self._outputs: dict[int, torch.Tensor] = {}
 
     def _add(self, expert: int, views: Sequence[torch.Tensor]) -> None:
@@ -223,10 +229,7 @@ class GatheredSum(ExpertSum):
         outputs = torch.cat([self._outputs[expert] for expert in sorted(self._outputs)])
         total = self._total
         addends = self._math.times(outputs, self._by_row).to(total.dtype)
-        order, tokens = self._routing.order, total.shape[0]
-        place = torch.empty_like(order)
-        place[order] = torch.arange(order.numel(), device=order.device)
-        # By token, in ascending order of its experts, which is the order of the places.
-        for places in place.view(-1, tokens).sort(dim=0).values.unbind(0):
-            total.add_(addends[places])
+        # By token, in ascending order of its experts, which is the order of the rows.
+        for rows in self._routing.row_of().sort(dim=0).values.unbind(0):
+            total.add_(addends[rows])
         return super().result()

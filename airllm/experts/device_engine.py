@@ -15,9 +15,10 @@ from types import ModuleType
 
 import torch
 
-from airllm.experts import grouped, kernel_twins
+from airllm.experts import kernel_twins, prompt_twins
 from airllm.experts.bank import HostBank
 from airllm.experts.compute import Routing
+from airllm.experts.device_ops import ops_for
 from airllm.experts.device_tables import Counts, tables_for
 from airllm.experts.gates import PLAIN, Gate
 from airllm.experts.grouped import GroupedSum, can_group
@@ -50,15 +51,6 @@ def why_not(bank: HostBank, pool: SlotPool, top_k: int, gates: Sequence[Gate | N
     return "" if importlib.util.find_spec("triton") else "Triton is not installed"
 
 
-def kernels_for(device: torch.device) -> ModuleType:
-    """The Triton kernels, or their twins on the CPU."""
-    if device.type == "cpu":
-        return kernel_twins
-    from airllm.experts import kernels
-
-    return kernels
-
-
 class DeviceEngine:
     """Serves up to ``MAX_ROWS`` rows a call from slots, by kernels alone.
 
@@ -84,7 +76,7 @@ class DeviceEngine:
         ops: ModuleType | None = None,
     ) -> None:
         self.device = pool.blocks[0].device
-        self.ops = ops or kernels_for(self.device)
+        self.ops = ops or ops_for(self.device, "kernels", kernel_twins)
         self.num_experts, self.top_k = bank.layout.num_experts, top_k
         self.tables = tables_for(policy, bank.experts, pool.plan.scratch, MAX_ROWS * top_k, self.device)
         self.ahead = False  # the tables know more than the policy
@@ -183,7 +175,8 @@ class DeviceEngine:
         plain = self._gates[layer] == PLAIN and self._gate_up_bias is None and self._gate_up.stride(2) == 1
         if not plain or not can_group(routing, hidden):
             return None
-        return GroupedSum(routing, hidden, weights, self._gate_up, self._down, grouped.kernels_for(self.device))
+        ops = ops_for(self.device, "prompt_kernels", prompt_twins)
+        return GroupedSum(routing, hidden, weights, self._gate_up, self._down, ops)
 
     def pending(self) -> dict[str, int]:
         """What ``leave`` would add to the counters, and the residents as they are now. Waits for the device."""

@@ -20,15 +20,6 @@ OUTPUT_BYTES = 128 * 2**20
 """Bytes that the weighted outputs of all routed rows may take; a longer prompt is computed expert by expert."""
 
 
-def kernels_for(device: torch.device) -> ModuleType:
-    """The Triton kernels, or their twins on the CPU."""
-    if device.type == "cpu":
-        return prompt_twins
-    from airllm.experts import prompt_kernels
-
-    return prompt_kernels
-
-
 class GroupedSum:
     """The sum over a prompt's experts, [T, H], with sums in float32; stands where `airllm.experts.compute.ExpertSum` stands.
 
@@ -52,10 +43,9 @@ class GroupedSum:
     ) -> None:
         self._routing, self._hidden, self._ops = routing, hidden.contiguous(), ops
         self._gate_up, self._down = gate_up, down
-        order, self._tokens = routing.order, hidden.shape[0]
-        self._weights = weights.t().reshape(-1)[order]
-        self._inner = torch.empty(order.numel(), down.shape[2], dtype=down.dtype, device=hidden.device)
-        self._outputs = torch.empty(order.numel(), hidden.shape[1], dtype=hidden.dtype, device=hidden.device)
+        self._weights, rows = routing.by_row(weights), routing.order.numel()
+        self._inner = torch.empty(rows, down.shape[2], dtype=down.dtype, device=hidden.device)
+        self._outputs = torch.empty(rows, hidden.shape[1], dtype=hidden.dtype, device=hidden.device)
 
     def add(self, experts: Sequence[int], places: Sequence[int]) -> None:
         """Up to ``at_once`` experts, which lie in ``places``."""
@@ -65,11 +55,8 @@ class GroupedSum:
 
     def result(self) -> torch.Tensor:
         """[T, H] in the dtype of the hidden states."""
-        order = self._routing.order
-        row = torch.empty_like(order)
-        row[order] = torch.arange(order.numel(), device=order.device)
         total = torch.empty_like(self._hidden)
-        self._ops.combine(self._outputs, row.view(-1, self._tokens), total)
+        self._ops.combine(self._outputs, self._routing.row_of(), total)
         return total
 
 

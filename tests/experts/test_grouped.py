@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 import torch
 from slot_rig import EXPERTS, HIDDEN, LAYERS, Both
-from triton_here import DEVICE, INTERPRETED, KERNELS_RUN, needs_kernels, run_interpreted, runs_itself
+from triton_here import DEVICE, INTERPRETED, KERNELS_RUN, close, needs_kernels, random_numbers, run_interpreted, runs_itself
 
 from airllm.experts import grouped
 from airllm.experts import prompt_twins as twins
@@ -34,17 +34,7 @@ def test_the_kernels_agree_with_their_twins_in_the_interpreter() -> None:
 
 @pytest.fixture
 def draw() -> Any:
-    generator = torch.Generator().manual_seed(0)
-
-    def numbers(*shape: int, dtype: torch.dtype = torch.float32, scale: float = 1.0) -> torch.Tensor:
-        return (torch.randn(*shape, generator=generator) * scale).to(dtype).to(DEVICE)
-
-    return numbers
-
-
-def close(ours: torch.Tensor, theirs: torch.Tensor) -> bool:
-    room = {torch.float32: 2e-5, torch.float16: 2e-3, torch.bfloat16: 1.6e-2}[ours.dtype]
-    return bool(((ours - theirs).float().abs().max() <= room * theirs.float().abs().max()).item())
+    return random_numbers()
 
 
 CHUNKS = {

@@ -271,7 +271,7 @@ def test_a_whole_model_decodes_through_the_kernels():
     with airllm.AutoModel.from_pretrained(path, **options) as plain:
         expected = plain.generate(ids, max_new_tokens=3, do_sample=False)
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(device_engine, "kernels_for", lambda device: kernels)
+        patch.setattr(device_engine, "ops_for", lambda *_: kernels)
         patch.setattr(kernels, "GATE_UP_ROWS", 32)  # fewer programs
         patch.setattr(kernels, "DOWN_NARROW", (64, 64, 4))
         with airllm.AutoModel.from_pretrained(path, **options, expert_cache_engine="device") as ours:
