@@ -13,7 +13,7 @@ AUTO_POLICY = "auto: more hits than one LRU in replays, and also with fewer slot
 FREE, LEASED = -1, 2**31 - 1
 """What stands for the worth of a slot that holds nothing, and of one that must not be taken."""
 
-GROUP_SLOTS = 512
+GROUP_SLOTS = 2048
 """Layers share slots in groups of at most so many, so that looking for a victim costs the same with any number of slots."""
 HABIT_SHIFT, RECENT_SHIFT = 5, 1
 HABIT_USE, RECENT_USE = 1 << 16, 3 << 16

@@ -31,7 +31,7 @@ def check_steps(steps, experts, policy, scratch, first_key):
 @pytest.mark.parametrize("slots", [2, 3, 5, 8, 30])
 def test_random_forwards_keep_every_rule(slots, choice, monkeypatch):
     num_experts, layers = 8, 3
-    monkeypatch.setattr(policies, "GROUP_SLOTS", 3 if choice == "aged in groups" else 512)
+    monkeypatch.setattr(policies, "GROUP_SLOTS", 3 if choice == "aged in groups" else 2048)
     draw, policy = random.Random(slots), make_policy(choice, slots, layers, num_experts)
     scratch = 0 if slots >= num_experts * layers else 2
     for _ in range(3000):
