@@ -13,13 +13,18 @@ from transformers import PreTrainedModel
 
 from airllm.checkpoint import TensorReader
 from airllm.dense_budget import why_too_large
-from airllm.errors import DeviceError
+from airllm.errors import DeviceError, HostMemoryError
+from airllm.experts.bank import HEADROOM_BYTES
+from airllm.experts.host_memory import available_bytes
 from airllm.layer_watch import LayerWatch, StreamCounts
 from airllm.options import Options
 from airllm.profiler import progress_bar
 from airllm.skeleton import assert_no_meta, decoder_layers, load_resident, move_buffers, tie_weights
 from airllm.streaming import LayerStreamer
 from airllm.weight_map import WeightMap
+
+HOST_RESERVE_BYTES = 2 << 30
+"""Left to other programs when layers are kept in host memory unasked."""
 
 
 class ResidentLayers:
@@ -41,6 +46,10 @@ class DenseWeights:
     Args:
         in_slots: names of the parameters that slots hold. With slots, layers that all stay need no ``streamer``: each tensor
             is then read into memory of its own.
+        bank_bytes: host memory that the experts will take.
+
+    Raises:
+        HostMemoryError: ``stream_from="host"``, and the layers that stream do not fit in host memory.
     """
 
     def __init__(
@@ -50,6 +59,7 @@ class DenseWeights:
         reader: TensorReader,
         options: Options,
         in_slots: Collection[str] = (),
+        bank_bytes: int = 0,
     ) -> None:
         self.model, self.weight_map, self.reader, self.options = model, weight_map, reader, options
         self._in_slots = in_slots
@@ -67,6 +77,23 @@ class DenseWeights:
         )
         self.plan, self._of_layers = streamer.plan, streamer.names
         self.streamer: LayerStreamer | None = streamer if self.plan.streamed or not in_slots else None
+        streamer.in_host_memory, streamer.source_reason = self._keep_in_host_memory(bank_bytes)
+
+    def _keep_in_host_memory(self, bank_bytes: int) -> tuple[bool, str]:
+        """Whether the layers that stream are kept there, and why."""
+        asked, moved = self.options.stream_from, self.plan.moved_bytes
+        if asked == "file" or not moved:
+            return False, "as asked" if moved else "no layer is read again"
+        if asked == "auto" and (not self._in_slots or self.options.device.type == "cpu"):
+            return False, "auto: host memory is taken unasked only beside slots on a GPU"
+        free, need = available_bytes(), bank_bytes + self.plan.streamed_bytes
+        reserve = HOST_RESERVE_BYTES if asked == "auto" else HEADROOM_BYTES
+        numbers = f"{need} B of experts and of layers that stream, {reserve} B of reserve, {free} B of host memory available"
+        if asked == "auto":
+            return free is not None and need + reserve <= free, f"auto: {numbers}"
+        if free is not None and need + reserve > free:
+            raise HostMemoryError(f"stream_from='host' does not fit: {numbers}: use stream_from='file', or raise resident_gb")
+        return True, "as asked"
 
     @property
     def rest_bytes(self) -> int:
@@ -102,7 +129,8 @@ class DenseWeights:
         tie_weights(self.model)
         move_buffers(self.model, device)
         if self.streamer is not None:
-            with progress_bar("reading the layers that stay", self.plan.resident_bytes) as progress:
+            kept = self.plan.streamed_bytes if self.streamer.in_host_memory else 0
+            with progress_bar("reading the layers that stay", self.plan.resident_bytes + kept) as progress:
                 self.streamer.start(progress)
 
     def assert_loaded(self) -> None:

@@ -26,6 +26,7 @@ BACKENDS = ("none", "slot")
 ENGINES = ("auto", "plain", "device")
 POLICIES = ("auto", "aged", "lru")
 COMPRESSIONS = ("4bit", "8bit")
+STREAM_SOURCES = ("auto", "file", "host")
 
 _DTYPES = {
     "float16": torch.float16, "fp16": torch.float16, "half": torch.float16,
@@ -60,6 +61,8 @@ class Options:
 
     ``resident_bytes`` is the number of bytes of decoder layers (with slots, of their dense weights) that may stay on the
     device, or "all".
+    ``stream_from`` is where the other layers come from for each forward: "file", or "host" memory; "auto" is host memory
+    beside slots on a GPU where there is enough, else the files.
     ``expert_cache_engine`` is who serves decoded tokens from the slots; "auto" is "plain" for now.
     ``expert_cache_policy`` is which expert gives up its slot; "auto" is "aged".
     ``expert_cache_bytes`` is a number of bytes or "auto" with the slot backend, None without it.
@@ -83,6 +86,7 @@ class Options:
     attn_implementation: str | None = None
     experts_implementation: str | None = None
     resident_bytes: int | str = 0
+    stream_from: str = "auto"
     expert_cache_backend: str = "none"
     expert_cache_bytes: int | str | None = None
     pin_memory: bool = True
@@ -93,7 +97,7 @@ class Options:
 KEYWORDS = (
     "device", "dtype", "max_seq_len", "layer_shards_saving_path", "profiling_mode", "compression", "hf_token",
     "prefetching", "delete_original", "revision", "cache_dir", "local_files_only", "trust_remote_code",
-    "attn_implementation", "experts_implementation", "resident_gb", "expert_cache_backend", "expert_cache_gb",
+    "attn_implementation", "experts_implementation", "resident_gb", "stream_from", "expert_cache_backend", "expert_cache_gb",
     "pin_memory", "expert_cache_engine", "expert_cache_policy",
 )  # fmt: skip
 _ALIASES = {"token": "hf_token", "torch_dtype": "dtype"}
@@ -130,6 +134,7 @@ def parse_options(model_name_or_path: str | os.PathLike[str], **keywords: Any) -
         attn_implementation=_text("attn_implementation", given.get("attn_implementation")),
         experts_implementation=_text("experts_implementation", given.get("experts_implementation")),
         resident_bytes=resident_bytes,
+        stream_from=_choice("stream_from", given.get("stream_from"), STREAM_SOURCES) or "auto",
         expert_cache_backend=backend,
         expert_cache_bytes=cache_bytes,
         expert_cache_engine=_of_slots("expert_cache_engine", backend, given, ENGINES),

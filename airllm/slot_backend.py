@@ -71,7 +71,8 @@ class SlotBackend:
         plan = None
         if isinstance(options.expert_cache_bytes, int):
             plan = found.plan(options.expert_cache_bytes)  # before anything is taken: a budget too small costs nothing
-        dense = DenseWeights(model, weight_map, reader, options, in_slots=found.parameter_names())
+        bank_bytes = found.layout.total_bytes
+        dense = DenseWeights(model, weight_map, reader, options, in_slots=found.parameter_names(), bank_bytes=bank_bytes)
         streamer = self._streamer = dense.streamer
         if streamer is not None:
             self._resources.callback(streamer.close)

@@ -2,7 +2,8 @@
 
     file --reader's threads--> host block (pinned) --copy stream--> device block --views--> the layer's parameters
 
-On the CPU the host block is the device block and nothing is copied. A block's two ordering edges are kept by
+Layers that are kept in host memory are read from the files once, each into a block of its own, and only copied from then on.
+Otherwise, on the CPU, the host block is the device block and nothing is copied. A block's two ordering edges are kept by
 ``experts.transfer``: the copy into it waits for the layer that read it last, and a layer waits for its copy.
 Everything is allocated by `start`, nothing while generating.
 """
@@ -54,6 +55,11 @@ class LayerStreamer:
         without: names of parameters that are others' to give, such as experts that live in slots.
     """
 
+    in_host_memory = False
+    """Set before `start`: keep the layers that stream in host memory, pinned if ``pin_memory``, and read no file from then on.
+    `start` takes ``plan.streamed_bytes`` of it; the caller has seen that they are there."""
+    source_reason = "as asked"
+
     def __init__(
         self,
         model: nn.Module,
@@ -88,6 +94,7 @@ class LayerStreamer:
         self._filling = [threading.Lock() for _ in range(ring)]
         self._current: tuple[int, int] | None = None  # (layer, block) whose views are installed
         self._kept: list[torch.Tensor] = []
+        self._sources: dict[int, HostBlock] = {}  # of layers kept in host memory
         self._hosts: list[HostBlock] = []
         # Host blocks that nothing is read into now, each with the device block that its last copy went to.
         self._free_hosts: queue.SimpleQueue[tuple[int, int | None]] = queue.SimpleQueue()
@@ -102,11 +109,13 @@ class LayerStreamer:
     # --- setting up and taking down -----------------------------------------------------------------------------------
 
     def start(self, progress: Progress | None = None) -> None:
-        """Allocate every block, read the layers that stay, and hook the others."""
+        """Allocate every block, read the layers that stay on the device or in host memory, and hook those that stream."""
         with torch.inference_mode(False):  # blocks made in inference mode could not be filled outside it
             self._allocate()
             for number in range(self._resident):
                 self._load_to_stay(number, progress)
+            if self.in_host_memory:
+                self._keep_in_host_memory(progress)
         for number, module in enumerate(self._modules):
             if number >= self._resident:
                 self._hooks.append(module.register_forward_pre_hook(partial(_enter, self, number)))
@@ -116,7 +125,7 @@ class LayerStreamer:
         self._modules = []
         if self._ring == 0:
             self._free_staging()
-        elif self._prefetch:
+        elif self._prefetch and not self._sources:
             self._worker = ThreadPoolExecutor(FILLS_AT_ONCE, thread_name_prefix="airllm-stream")
 
     def _allocate(self) -> None:
@@ -135,12 +144,26 @@ class LayerStreamer:
             self._hosts = [HostBlock(max(plan.layers, default=0)) for _ in range(HOST_BLOCKS if self._ring > 1 else 1)]
             for number in range(len(self._hosts)):
                 self._free_hosts.put((number, None))
-            refused = [host.pin_reason for host in self._hosts if self._pin_memory and not host.pin()]
-            if refused:
-                log.warning("host memory is not pinned (%s): copies to the device are slower", refused[0])
+            self._pin(self._hosts)
 
     def _device_bytes(self, nbytes: int) -> torch.Tensor:
         return torch.empty(nbytes, dtype=torch.uint8, device=self.device)
+
+    def _pin(self, blocks: Sequence[HostBlock]) -> None:
+        refused = [block.pin_reason for block in blocks if self._pin_memory and not block.pin()]
+        if refused:
+            log.warning("host memory is not pinned (%s): copies to the device are slower", refused[0])
+
+    def _keep_in_host_memory(self, progress: Progress | None) -> None:
+        self._free_staging()
+        for number in range(self._resident, len(self._layouts)):
+            layout = self._layouts[number]
+            self._sources[number] = HostBlock(layout.nbytes)
+            self._read_pieces(layout, LayerViews(layout, self._sources[number].tensor))
+            if progress is not None:
+                progress(layout.nbytes)
+        if self.on_gpu:
+            self._pin(list(self._sources.values()))
 
     def _load_to_stay(self, number: int, progress: Progress | None) -> None:
         layout, block = self._layouts[number], self._kept[number]
@@ -175,9 +198,9 @@ class LayerStreamer:
     def _free_staging(self) -> None:
         self._transfer.synchronize()
         self._views = {}
-        for host in self._hosts:
+        for host in (*self._hosts, *self._sources.values()):
             host.close()
-        self._hosts = []
+        self._hosts, self._sources = [], {}
 
     # --- one layer ----------------------------------------------------------------------------------------------------
 
@@ -280,16 +303,18 @@ class LayerStreamer:
             self.counts.filled_bytes += self._layouts[number].nbytes
 
     def _fill_block(self, number: int, block: torch.Tensor, place: int) -> None:
-        """Read every piece and, where there are host blocks, send the layer on to its device block."""
+        """Bring the layer's bytes to its block, from host memory, or by way of it, where there are host blocks."""
         started = time.perf_counter()
         layout = self._layouts[number]
-        if not self._hosts:
+        if number in self._sources:
+            self._transfer.copy(self._sources[number].tensor, block[: layout.nbytes], place)
+        elif not self._hosts:
             self._read_pieces(layout, self._views_of(number, place, block))
         else:
             self._read_and_send(layout, number, block, place)
         with self.counts.lock:
             self.counts.read_s += time.perf_counter() - started
-            self.counts.h2d_bytes += layout.nbytes if self._hosts else 0
+            self.counts.h2d_bytes += layout.nbytes if self.on_gpu else 0
 
     def _read_and_send(self, layout: LayerLayout, number: int, block: torch.Tensor, place: int) -> None:
         host, sent_to = self._free_hosts.get()
@@ -349,7 +374,7 @@ class LayerStreamer:
 
     def stats(self) -> dict[str, Any]:
         """Measured counters and sizes, in bytes and seconds."""
-        plan = self.plan
+        plan, hosts = self.plan, [*self._hosts, *self._sources.values()]
         return {
             "layer_loads": self.counts.layer_loads,
             "filled_bytes": self.counts.filled_bytes,
@@ -359,13 +384,16 @@ class LayerStreamer:
             "wait_seconds": self.counts.wait_s,
             "streamed_layers": plan.streamed,
             "streamed_bytes": plan.streamed_bytes,
+            "streamed_from": "host" if self._sources else "file",
+            "streamed_from_reason": self.source_reason,
             "resident_layers": plan.resident,
             "resident_bytes": sum(block.numel() for block in self._kept),
             "ring_blocks": len(self._blocks),
             "ring_bytes": sum(block.numel() for block in self._blocks),
             "staging_bytes": sum(host.nbytes for host in self._hosts),
-            "pinned": all(host.pinned for host in self._hosts) if self._hosts else None,
-            "pin_reason": self._hosts[0].pin_reason if self._hosts else "no host block",
+            "host_memory_bytes": sum(host.nbytes for host in self._sources.values()),
+            "pinned": all(host.pinned for host in hosts) if hosts else None,
+            "pin_reason": hosts[0].pin_reason if hosts else "no host block",
         }
 
 

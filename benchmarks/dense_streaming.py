@@ -4,12 +4,12 @@
     python benchmarks/dense_streaming.py --geometry phi-tiny --output-json benchmarks/results/dense-streaming.json
     python benchmarks/dense_streaming.py --geometry tiny --resident-part 0 --device cpu --tokens 4      # seconds: checks it
 
-The decoder layers' dense weights are held to a part of their size (a quarter unless said otherwise) and then not at all, with
-the same slots, in one process. A decoded token's time is taken from whole calls of generate without a streamer: (time of
-N + 1 new tokens - time of 1) / N, the median of several. Its floor is the largest of: dense bytes streamed over the host's
-copy bandwidth; dense bytes streamed and expert bytes missed over the pinned link; bytes the device must read over its
-bandwidth. The tokens are a fixed random script; what greedy decoding would have taken at each step is compared. The last line
-is one JSON object; exit code 1 when the tokens differ.
+The decoder layers' dense weights are held to a part of their size (a quarter unless said otherwise), the others coming out of
+host memory and then out of the files, and then not at all, with the same slots, in one process. A decoded token's time is taken
+from whole calls of generate without a streamer: (time of N + 1 new tokens - time of 1) / N, the median of several. Its floor is
+the largest of: dense bytes streamed and expert bytes missed over the pinned link; bytes the device must read over its
+bandwidth; where files are read, dense bytes streamed over the host's copy bandwidth. The tokens are a fixed random script; what
+greedy decoding would have taken at each step is compared. The last line is one JSON object; exit code 1 when the tokens differ.
 """
 
 from __future__ import annotations
@@ -109,21 +109,24 @@ def decode(bench: Bench, model: Any) -> dict[str, Any]:
     }
 
 
-def measure(bench: Bench, resident_gb: float | str) -> dict[str, Any]:
-    """One model with so much of its layers resident, and the floor of its decoded token."""
+def measure(bench: Bench, resident_gb: float | str, stream_from: str = "auto") -> dict[str, Any]:
+    """One model with so much of its layers resident, the others from there, and the floor of its decoded token."""
     from airllm import AutoModel
 
     gc.collect()
     if bench.device.type == "cuda":
         torch.cuda.empty_cache()
         torch.cuda.reset_peak_memory_stats()
-    keywords = {"expert_cache_backend": "slot", "expert_cache_gb": bench.budget_gb, "resident_gb": resident_gb}
+    keywords: dict[str, Any] = {"expert_cache_backend": "slot", "expert_cache_gb": bench.budget_gb}
+    keywords |= {"resident_gb": resident_gb, "stream_from": stream_from}
     with AutoModel.from_pretrained(bench.folder, device=str(bench.device), dtype=bench.dtype, **keywords) as model:
         row = decode(bench, model)
         stats = model.get_expert_cache_stats()
         row["stats"] = {name: stats[name] for name in sorted(stats) if "dense" in name or "reason" in name or "alloc" in name}
         row["slots"] = stats["slot_count"]
-    floor = floors.dense_floor(row["streamed_bytes"], row["missed_bytes"], bench.sizes.device_read_bytes, bench.rates)
+        row["streams"] = model.get_stream_stats() if model._streamer is not None else None
+    moved, from_files = (row["streamed_bytes"], row["missed_bytes"]), stream_from == "file"
+    floor = floors.dense_floor(*moved, bench.sizes.device_read_bytes, bench.rates, from_files)
     peak = machine.device_memory(bench.device).get("peak_reserved_bytes")
     return row | {"floor": asdict(floor), "times_floor": row["step_s"] / floor.seconds, "peak_reserved_bytes": peak}
 
@@ -151,8 +154,12 @@ def main(arguments: list[str] | None = None) -> int:
     args = parser.parse_args(arguments)
     bench = Bench(args)
     part_gb = args.resident_part * bench.layer_bytes / GIB
-    runs = {"dense weights held to a part": measure(bench, part_gb), "all dense weights resident": measure(bench, "all")}
-    part, whole = (row.pop("wanted") for row in runs.values())
+    runs = {
+        "dense weights held to a part, the others in host memory": measure(bench, part_gb, "host"),
+        "dense weights held to a part, the others read from the files": measure(bench, part_gb, "file"),
+        "all dense weights resident": measure(bench, "all"),
+    }
+    *parts, whole = (row.pop("wanted") for row in runs.values())
     result = {
         "benchmark": "dense_streaming",
         "geometry": args.geometry,
@@ -163,7 +170,7 @@ def main(arguments: list[str] | None = None) -> int:
         "resident_gb": part_gb,
         "layer_dense_bytes": bench.layer_bytes,
         "runs": runs,
-        "tokens": floors.same_prefix([part], [whole]),
+        "tokens": floors.same_prefix(parts, [whole, whole]),
     }
     print("\n".join(as_text(result)))
     line = json.dumps(result)

@@ -39,12 +39,14 @@ def stream_floor(read_bytes: float, moved_bytes: float, bandwidths: Mapping[str,
 
 
 def dense_floor(
-    streamed_bytes: float, missed_bytes: float, device_read_bytes: float, bandwidths: Mapping[str, float]
+    streamed_bytes: float, missed_bytes: float, device_read_bytes: float, bandwidths: Mapping[str, float], from_files: bool
 ) -> Floor:
-    """Experts in slots beside dense weights that stream. The largest of: streamed bytes / host copy, with the page cache warm;
-    streamed and missed bytes / pinned link; bytes that the device must read / device memory."""
-    streamed = stream_floor(streamed_bytes, 0, bandwidths)
-    return max(streamed, slot_floor(streamed_bytes + missed_bytes, device_read_bytes, bandwidths), key=lambda f: f.seconds)
+    """Experts in slots beside dense weights that stream. The largest of: streamed and missed bytes / pinned link; bytes that
+    the device must read / device memory; and, where the files are read each time, streamed bytes / host copy, with the page
+    cache warm."""
+    moving = slot_floor(streamed_bytes + missed_bytes, device_read_bytes, bandwidths)
+    reading = stream_floor(streamed_bytes if from_files else 0, 0, bandwidths)
+    return max(reading, moving, key=lambda f: f.seconds)
 
 
 def link_rate(bandwidths: Mapping[str, float]) -> float:

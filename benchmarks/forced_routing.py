@@ -75,13 +75,13 @@ class Forced:
         from airllm.experts.device_engine import MAX_ROWS
 
         at = torch.arange(positions)[:, None] - first + torch.arange(MAX_ROWS) * ROW_AHEAD
-        self._by_layer = table[at % len(table)].transpose(0, 2).transpose(1, 2).contiguous().to(device)  # [L, P, rows, K]
+        by_layer = table[at % len(table)].transpose(0, 2).transpose(1, 2).contiguous().to(device)  # [L, P, rows, K]
+        self._by_layer = {dtype: by_layer.to(dtype) for dtype in (torch.int32, torch.int64)}
 
     def at(self, layer: int, position: int | torch.Tensor, index: torch.Tensor) -> torch.Tensor:
         """In place of ``index`` [rows, K], like it; ``position`` an integer, or a tensor [1] that is read on the device."""
-        table = self._by_layer[layer, :, : index.shape[0]]
-        rows = table.index_select(0, position)[0] if isinstance(position, torch.Tensor) else table[position]
-        return rows.to(index.dtype)
+        table = self._by_layer[index.dtype][layer, :, : index.shape[0]]
+        return table.index_select(0, position)[0] if isinstance(position, torch.Tensor) else table[position]
 
 
 @contextmanager
@@ -89,8 +89,8 @@ def forced(model: Any, table: torch.Tensor, first: int, positions: int = 1024) -
     """Within the block every decoded token of ``model`` goes to the experts of ``table`` [tokens, layers, top_k].
 
     ``model``: one of airllm's on slots, with either engine, or a plain one of transformers. ``first``: the prompt's length, at
-    least 2. ``positions``: the most of prompt and new tokens. In the device engine it costs one or two small kernels a layer,
-    within the recording.
+    least 2. ``positions``: the most of prompt and new tokens. In the device engine it costs one small kernel a layer, within the
+    recording.
     """
     runtime = getattr(model, "_runtime", None)
     follow = Forced(table, first, positions, model.device)

@@ -132,15 +132,16 @@ def test_the_stream_floor_is_the_host_copy_or_the_link_whichever_is_slower():
 
 
 @pytest.mark.parametrize(
-    ("streamed", "missed", "read", "seconds", "set_by"),
+    ("streamed", "missed", "read", "from_files", "seconds", "set_by"),
     [
-        (2e9, 1e9, 1e9, 0.2, "host copy"),
-        (1e9, 9e9, 1e9, 0.2, "link"),
-        (0, 1e9, 1200e9, 0.3, "device memory"),
+        (2e9, 1e9, 1e9, True, 0.2, "host copy"),
+        (2e9, 1e9, 1e9, False, 0.06, "link"),
+        (1e9, 9e9, 1e9, True, 0.2, "link"),
+        (0, 1e9, 1200e9, True, 0.3, "device memory"),
     ],
 )
-def test_the_floor_of_streamed_dense_weights_is_the_slowest_of_three(streamed, missed, read, seconds, set_by):
-    floor = floors.dense_floor(streamed, missed, read, RATES)
+def test_the_floor_of_streamed_dense_weights_is_the_slowest_of_three(streamed, missed, read, from_files, seconds, set_by):
+    floor = floors.dense_floor(streamed, missed, read, RATES, from_files)
     assert floor.seconds == pytest.approx(seconds) and floor.set_by == set_by
 
 
@@ -326,24 +327,26 @@ def test_dense_streaming_runs_on_the_cpu_and_gives_the_tokens_of_the_resident_ru
     assert dense_streaming.main(arguments) == 0
     result = json.loads(capsys.readouterr().out.strip().splitlines()[-1])
     assert result == json.loads(output.read_text())
-    assert result["tokens"] == {"compared": 4, "equal": 4, "identical": True}
-    part, whole = result["runs"].values()
-    assert part["streamed_bytes"] == part["stats"]["dense_streamed_bytes"] == result["layer_dense_bytes"]
-    assert whole["streamed_bytes"] == 0 and part["missed_bytes"] == whole["missed_bytes"] > 0
-    for row in (part, whole):
+    assert result["tokens"] == {"compared": 8, "equal": 8, "identical": True}
+    *parts, whole = result["runs"].values()
+    assert [part["streams"]["streamed_from"] for part in parts] == ["host", "file"] and whole["streams"] is None
+    for part in parts:
+        assert part["streamed_bytes"] == part["stats"]["dense_streamed_bytes"] == result["layer_dense_bytes"]
+        assert whole["streamed_bytes"] == 0 and part["missed_bytes"] == whole["missed_bytes"] > 0
+    for row in (*parts, whole):
         assert row["step_s"] > 0 and row["times_floor"] == pytest.approx(row["step_s"] / row["floor"]["seconds"])
 
 
 def test_dense_streaming_exits_1_when_the_tokens_differ(tmp_path, capsys, monkeypatch):
     honest = dense_streaming.measure
 
-    def wrong(bench, resident_gb):
-        row = honest(bench, resident_gb)
+    def wrong(bench, resident_gb, stream_from="auto"):
+        row = honest(bench, resident_gb, stream_from)
         return row if resident_gb == "all" else row | {"wanted": [-1, *row["wanted"][1:]]}
 
     monkeypatch.setattr(dense_streaming, "measure", wrong)
     assert dense_streaming.main([*DENSE, "--work-dir", str(tmp_path)]) == 1
-    assert "3 of 4 equal" in capsys.readouterr().out
+    assert "6 of 8 equal" in capsys.readouterr().out
 
 
 def test_a_run_that_was_stopped_goes_on_where_it_was(tmp_path, monkeypatch, capsys):

@@ -109,13 +109,19 @@ def oracle_of(folder_of: Callable[[str], Path]) -> Callable[[str], Any]:
     return lambda family: made.setdefault(family, slot_models.oracle(folder_of(family), torch.float32))
 
 
+@pytest.mark.parametrize("source", ["file", "host"])
 @pytest.mark.parametrize("slots", [3, 7, 10_000], ids=["tight", "few", "all"])
 @pytest.mark.parametrize("family", FAMILIES)
 def test_logits_and_tokens_are_those_of_transformers(
-    family: str, slots: int, folder_of: Callable[[str], Path], oracle_of: Callable[[str], Any], poisoned_blocks: None
+    family: str,
+    slots: int,
+    source: str,
+    folder_of: Callable[[str], Path],
+    oracle_of: Callable[[str], Any],
+    poisoned_blocks: None,
 ) -> None:
     oracle, top_k = oracle_of(family), inspect_folder(folder_of(family)).experts.top_k
-    with load(folder_of(family), max(slots, top_k)) as model, torch.no_grad():
+    with load(folder_of(family), max(slots, top_k), stream_from=source) as model, torch.no_grad():
         plan = model._streamer.plan
         assert plan.resident >= 1 and plan.streamed > plan.ring and plan.resident_bytes <= sum(plan.layers) / 4
         for length in (9, 1, 40):
@@ -510,14 +516,16 @@ def test_closing_gives_everything_back_and_may_be_repeated(folder_of: Callable[[
 
 
 @gpu
+@pytest.mark.parametrize("source", ["file", "host"])
 @pytest.mark.parametrize("family", FAMILIES)
 def test_on_a_gpu_logits_and_tokens_are_those_of_transformers(
-    family: str, folder_of: Callable[[str], Path], poisoned_blocks: None
+    family: str, source: str, folder_of: Callable[[str], Path], poisoned_blocks: None
 ) -> None:
     oracle = slot_models.oracle(folder_of(family), torch.float32, device="cuda:0")
     ids = families.prompt(oracle, 20).to("cuda:0")
-    with load(folder_of(family), 6, device="cuda:0") as model, torch.no_grad():
-        assert model.get_stream_stats()["pinned"] is not None
+    with load(folder_of(family), 6, device="cuda:0", stream_from=source) as model, torch.no_grad():
+        streams = model.get_stream_stats()
+        assert streams["streamed_from"] == source and streams["pinned"] is not None
         for _ in range(2):
             assert torch.equal(model(ids).logits, oracle(ids).logits)
             assert torch.equal(families.greedy(model, ids, 6), families.greedy(oracle, ids, 6))
@@ -525,12 +533,13 @@ def test_on_a_gpu_logits_and_tokens_are_those_of_transformers(
 
 
 @gpu
+@pytest.mark.parametrize("source", ["file", "host"])
 @pytest.mark.parametrize("where", ["layers' copies", "experts' copies", "arithmetic"])
-def test_a_delay_on_any_stream_changes_nothing(where: str, folder_of: Callable[[str], Path]) -> None:
+def test_a_delay_on_any_stream_changes_nothing(where: str, source: str, folder_of: Callable[[str], Path]) -> None:
     oracle = slot_models.oracle(folder_of("deepseek_v3"), torch.float32, device="cuda:0")
     ids = families.prompt(oracle, 20).to("cuda:0")
     expected = families.greedy(oracle, ids, 6)
-    with load(folder_of("deepseek_v3"), 6, device="cuda:0") as model:
+    with load(folder_of("deepseek_v3"), 6, device="cuda:0", stream_from=source) as model:
         if where == "arithmetic":
             for layer in layers_of(model):
                 layer.mlp.register_forward_pre_hook(lambda *_: torch.cuda._sleep(3_000_000))

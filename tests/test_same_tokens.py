@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from functools import cache
+from typing import Any
 
 import families
 import pytest
@@ -37,8 +38,6 @@ PROMPTS = [
 ]
 SLOTS = 22
 EXPERT_VALUES = 3 * 128 * 80
-NEAR_TIE = 1 / 32
-"""Logits of the shipped model lie between 16 and 32, where float16 has steps of 1/64: two steps may come from rounding."""
 END_OF_TEXT = 0
 
 
@@ -47,31 +46,27 @@ def tokens_of(model: object, texts: list[torch.Tensor], new: int, **more: object
     return [model.generate(ids, attention_mask=torch.ones_like(ids), **call) for ids in texts]  # type: ignore[attr-defined]
 
 
-@pytest.fixture(scope="module")
-def asked() -> Callable[..., tuple[list[torch.Tensor], list[torch.Tensor], list[torch.Tensor]]]:
-    """Of some prompts: ids, transformers' tokens, and how far its two best logits lay apart at each; made once."""
-    made: dict = {}
-
-    def of(device: str, dtype: torch.dtype, count: int, new: int) -> tuple:
-        key = (device, dtype, count, new)
-        if key not in made:
-            path = airllm.tiny_model_path()
-            oracle = AutoModelForCausalLM.from_pretrained(path, dtype=dtype, experts_implementation="eager").to(device)
-            tokenizer = AutoTokenizer.from_pretrained(path)
-            texts = [tokenizer(text, return_tensors="pt")["input_ids"].to(device) for text in PROMPTS[:count]]
-            said = tokens_of(oracle, texts, new, output_logits=True, return_dict_in_generate=True)
-            made[key] = texts, [each.sequences for each in said], [margins(each.logits) for each in said]
-        return made[key]
-
-    return of
+@cache
+def oracle(device: str, dtype: torch.dtype) -> Any:
+    path = airllm.tiny_model_path()
+    return AutoModelForCausalLM.from_pretrained(path, dtype=dtype, experts_implementation="eager").to(device)
 
 
-def margins(logits: tuple[torch.Tensor, ...]) -> torch.Tensor:
-    """Of each new token [T]; the end of the text, which is not allowed yet, is none of the two best."""
-    scores = torch.stack([each[0] for each in logits]).float()
-    scores[:, END_OF_TEXT] = -torch.inf
-    best = scores.topk(2).values
-    return best[:, 0] - best[:, 1]
+@cache
+def asked(device: str, dtype: torch.dtype, count: int, new: int) -> tuple[list[torch.Tensor], list[torch.Tensor], list[Any]]:
+    """Of some prompts: ids, transformers' tokens, and its logits for each."""
+    tokenizer = AutoTokenizer.from_pretrained(airllm.tiny_model_path())
+    texts = [tokenizer(text, return_tensors="pt")["input_ids"].to(device) for text in PROMPTS[:count]]
+    said = tokens_of(oracle(device, dtype), texts, new, output_logits=True, return_dict_in_generate=True)
+    return texts, [each.sequences for each in said], [each.logits for each in said]
+
+
+def rounding_decides(context: torch.Tensor, mine: int, theirs: int, logits: torch.Tensor) -> bool:
+    """Whether an engine that errs no more than transformers' own half precision (``logits`` [V], after ``context`` [1, T]) may
+    take either token: in single precision they lie within twice that error."""
+    with torch.no_grad():
+        exact = oracle(str(context.device), torch.float32)(context).logits[0, -1]
+    return bool(exact[theirs] - exact[mine] <= 2 * (logits.float() - exact).abs().max())
 
 
 def ours(engine: str, device: str, dtype: torch.dtype, texts: list[torch.Tensor], new: int) -> list[torch.Tensor]:
@@ -102,23 +97,30 @@ def test_fewer_slots_than_layers_are_enough(checkpoint, slots, policy, device):
         slot_models.check(model)
 
 
-def compare(asked: Callable[..., tuple], engine: str, device: str, dtype: torch.dtype, count: int, new: int) -> None:
-    texts, expected, apart = asked(device, dtype, count, new)
-    for text, mine, theirs, margin in zip(texts, ours(engine, device, dtype, texts, new), expected, apart, strict=True):
-        different = (mine != theirs)[0, text.shape[1] :].nonzero().flatten().tolist()
-        near_tie = engine == "device" and dtype != torch.float32 and different and margin[different[0]] <= NEAR_TIE
-        assert not different or near_tie, f"token {different[0]} differs, the two best are {margin[different[0]]} apart"
+def compare(engine: str, device: str, dtype: torch.dtype, count: int, new: int) -> None:
+    texts, expected, logits = asked(device, dtype, count, new)
+    rounds_on_its_own, differ = engine == "device" and dtype != torch.float32, 0
+    for text, mine, theirs, scores in zip(texts, ours(engine, device, dtype, texts, new), expected, logits, strict=True):
+        different = (mine != theirs)[0].nonzero().flatten().tolist()
+        if not different:
+            continue
+        at = different[0]
+        tokens = int(mine[0, at]), int(theirs[0, at])
+        assert rounds_on_its_own, f"token {at} is {tokens[0]}, transformers' is {tokens[1]}"
+        assert rounding_decides(theirs[:, :at], *tokens, scores[at - text.shape[1]][0]), f"token {at}: {tokens}"
+        differ += 1
+    assert differ <= count // 5, f"{differ} of {count} prompts go on otherwise: more than rounding does"
 
 
 @pytest.mark.parametrize("engine", ["plain", "device"])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16], ids=str)
-def test_five_prompts_go_on_as_in_transformers(asked, engine, dtype):
-    compare(asked, engine, "cpu", dtype, 5, 48)
+def test_five_prompts_go_on_as_in_transformers(engine, dtype):
+    compare(engine, "cpu", dtype, 5, 48)
 
 
 @gpu
 @pytest.mark.parametrize("engine", ["plain", "device"])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16], ids=str)
-def test_twenty_prompts_go_on_as_in_transformers(asked, engine, dtype):
-    """In half precision the device engine, which rounds on its own, may decide otherwise where the two best are that near."""
-    compare(asked, engine, "cuda:0", dtype, 20, 128)
+def test_twenty_prompts_go_on_as_in_transformers(engine, dtype):
+    """In half precision the device engine, which rounds on its own, may take another token where rounding decides."""
+    compare(engine, "cuda:0", dtype, 20, 128)
