@@ -90,8 +90,8 @@ def describe_dense(found: Inspection, plan: DensePlan) -> list[str]:
         f"{plan.resident} of {len(plan.layers)} layers",
         f"  dense, streamed {plan.moved_bytes} B ({gib(plan.moved_bytes)}) a token, through {plan.ring} blocks of "
         f"{gib(plan.block_bytes)}",
-        f"  host            {gib(bank)} of experts and, where there is room, {gib(plan.streamed_bytes)} of streamed layers, pinned; "
-        f"else {gib(staging)} of staging and as much page cache, or the disk is read for each token",
+        f"  host            {gib(bank)} of experts and, with room, {gib(plan.streamed_bytes)} of streamed layers, pinned; "
+        f"else {gib(staging)} of staging, and as much page cache spares reading the disk for each token",
     ]
 
 

@@ -37,6 +37,7 @@ log = logging.getLogger(__name__)
 FILLS_AT_ONCE = 2
 """While one layer's last pieces arrive, reading threads already have work of the next: the thread that runs the model needs
 Python's lock at that moment, and threads without work would wait for it."""
+COPY_BYTES = 8 << 20
 HOST_BLOCKS = 2  # one for each fill; the first to be free is copied from while it waits
 
 Progress = Callable[[int], None]
@@ -140,7 +141,9 @@ class LayerStreamer:
                 f"{plan.block_bytes} B: lower resident_gb, or pass prefetching=False for a single block"
             ) from error
         if self.on_gpu:
-            self._transfer = StreamTransfer(self._ring + 1, self.device)
+            # A layer read once is sent in pieces, so that experts that a layer waits for need not wait for layers ahead of it.
+            piece_bytes = COPY_BYTES if self.in_host_memory else None
+            self._transfer = StreamTransfer(self._ring + 1, self.device, piece_bytes=piece_bytes)
             self._hosts = [HostBlock(max(plan.layers, default=0)) for _ in range(HOST_BLOCKS if self._ring > 1 else 1)]
             for number in range(len(self._hosts)):
                 self._free_hosts.put((number, None))

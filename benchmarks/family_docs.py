@@ -27,6 +27,9 @@ itself, loaded with `AutoModel.from_pretrained(..., expert_cache_backend="slot")
 bit, as transformers with `experts_implementation="eager"`, and the same greedy tokens, at three budgets: the experts of one
 token, one more, all. *refused*: an error that says why, before any weight is read; such a model can be streamed.
 
+*device engine*: `expert_cache_engine="device"` serves every decoded token of that model and gives the same greedy tokens; tried
+in float32 with its twins in plain torch. Otherwise the reason why the plain engine serves it, by the newest transformers.
+
 Which models are served follows from what their experts modules hold and compute, not from this list.
 Written by `benchmarks/family_docs.py` from the JSON of `benchmarks/family_table.py`; do not edit.
 """
@@ -46,19 +49,27 @@ def counts(result: dict[str, Any]) -> str:
     return f"transformers {result['transformers']}, {result['dtype']}: {said} of {len(outcomes)}"
 
 
+def served(result: dict[str, Any]) -> str:
+    """How many the device engine serves, where that was tried."""
+    tried = [row["device_engine"] for row in result["rows"] if row.get("device_engine")]
+    return f"; the device engine serves {tried.count('yes')}" if tried else ""
+
+
 def document(results: list[dict[str, Any]]) -> str:
     """All of docs/FAMILIES.md."""
     versions = [f"{result['transformers']} {result['dtype']}" for result in results]
     by_folder = [{row["folder"]: row for row in result["rows"]} for result in results]
-    lines = [INTRODUCTION, *(f"* {counts(result)}" for result in results), ""]
-    lines += [f"| modelling file | class | {' | '.join(versions)} | why not |", "|---" * (len(versions) + 3) + "|"]
+    lines = [INTRODUCTION, *(f"* {counts(result)}{served(result)}" for result in results), ""]
+    lines += [f"| modelling file | class | {' | '.join(versions)} | why not | device engine |"]
+    lines += ["|---" * (len(versions) + 4) + "|"]
     for folder in sorted({name for rows in by_folder for name in rows}):
         rows = [rows.get(folder) for rows in by_folder]
         known = [row for row in rows if row is not None]
         name = next((row["model_class"] for row in known if row["model_class"]), "")
         reason = next((row["reason"] for row in known if row["reason"]), "").replace("|", "\\|")
         cells = [row["outcome"] if row else "no such file" for row in rows]
-        lines.append(f"| {folder} | {name} | {' | '.join(cells)} | {reason} |")
+        engine = next((row["device_engine"] for row in known if row.get("device_engine")), "").replace("|", "\\|")
+        lines.append(f"| {folder} | {name} | {' | '.join(cells)} | {reason} | {engine} |")
     return "\n".join(lines) + "\n"
 
 

@@ -152,6 +152,8 @@ def make_config(family: Family) -> PretrainedConfig:
 def shrunk(kind: type[PretrainedConfig], special: dict[str, Any], sizes: dict[str, Any]) -> PretrainedConfig:
     """A configuration of class ``kind``: ``sizes`` where it has such a field, and ``special`` on top."""
     chosen = {name: sizes[name] for name in _fields(kind) if name in sizes}
+    if "kv_lora_rank" in chosen:  # latent attention gives every head keys of its own
+        chosen |= {name: value for name, value in _SAME_HEADS.items() if name in chosen}
     for name, part in kind.sub_configs.items():
         if name not in special and hasattr(part, "sub_configs"):
             chosen[name] = shrunk(part, {}, SIZES if "text" in name else VISION_SIZES)

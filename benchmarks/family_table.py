@@ -8,7 +8,8 @@
 
 For each file transformers builds a tiny random model and saves it; `AutoModel` loads it with slots on the CPU at three
 budgets: the experts of one token, one more, all. Exact means: the logits of a prompt equal transformers' eager experts bit for
-bit at every budget, and so do greedy tokens.
+bit at every budget, and so do greedy tokens. Of a float32 checkpoint that is exact so far, greedy tokens are compared with
+`expert_cache_engine="device"` too (its twins in plain torch), or the reason is kept why that engine does not serve it.
 """
 
 from __future__ import annotations
@@ -50,6 +51,8 @@ class Row:
     model_class: str
     outcome: str
     reason: str = ""
+    device_engine: str = ""
+    """"yes" (it served every decoded token, and the tokens are the same), "tokens differ", or why not; "" where not tried."""
     experts: int = 0
     top_k: int = 0
     seconds: float = 0.0
@@ -79,7 +82,11 @@ def run_family(family: Family, dtype: torch.dtype = torch.float32) -> Row:
 
 
 def _short(error: Exception) -> str:
-    return f"{type(error).__name__}: {' '.join(str(error).split())}"[:300]
+    return _one_line(f"{type(error).__name__}: {error}")
+
+
+def _one_line(text: str) -> str:
+    return " ".join(text.split())[:300]
 
 
 def compare(family: Family, folder: Path, row: Row) -> None:
@@ -100,6 +107,21 @@ def compare(family: Family, folder: Path, row: Row) -> None:
             row.outcome, row.reason = "differs", f"{count} slots: {difference or 'no expert was ever asked for'}"
             return
     row.outcome = "exact"
+    if oracle.dtype == torch.float32:
+        row.device_engine = try_device_engine(folder, ids, expected[1], (row.top_k + 1) * plan.expert_bytes / GIB)
+
+
+def try_device_engine(folder: Path, ids: torch.Tensor, expected: torch.Tensor, budget_gb: float) -> str:
+    """What ``Row.device_engine`` says."""
+    with slots(folder, budget_gb, expert_cache_engine="device") as model:
+        model._runtime.pool.poison()
+        tokens = answers(model, ids)[1]
+        stats = model.get_expert_cache_stats()
+    if not torch.equal(tokens, expected):
+        return "tokens differ"
+    if stats["engine"] == "device" and stats["device_engine_steps"] == TOKENS - 1:
+        return "yes"
+    return _one_line(stats["device_engine_reason"] or f"{stats.get('device_engine_steps', 0)} of {TOKENS - 1} steps served")
 
 
 def load_oracle(family: Family, folder: Path) -> PreTrainedModel:
@@ -112,9 +134,9 @@ def load_oracle(family: Family, folder: Path) -> PreTrainedModel:
     return model
 
 
-def slots(folder: Path, budget_gb: Any) -> Any:
+def slots(folder: Path, budget_gb: Any, **more: Any) -> Any:
     """Ours, on the CPU."""
-    return AutoModel.from_pretrained(folder, device="cpu", expert_cache_backend="slot", expert_cache_gb=budget_gb)
+    return AutoModel.from_pretrained(folder, device="cpu", expert_cache_backend="slot", expert_cache_gb=budget_gb, **more)
 
 
 @torch.no_grad()
@@ -151,7 +173,8 @@ def main() -> int:
         if only is None or family.folder in only:
             rows.append(run_family(family, getattr(torch, options.dtype)))
             row = rows[-1]
-            print(f"{row.outcome:9} {row.folder:22} {row.model_class:34} {row.seconds:5.1f} s  {row.reason}", flush=True)
+            why = row.reason or f"device engine: {row.device_engine}"
+            print(f"{row.outcome:9} {row.folder:22} {row.model_class:34} {row.seconds:5.1f} s  {why}", flush=True)
     outcomes = [row.outcome for row in rows]
     print(", ".join(f"{outcomes.count(outcome)} {outcome}" for outcome in sorted(set(outcomes))))
     if options.json:

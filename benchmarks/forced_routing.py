@@ -89,8 +89,8 @@ def forced(model: Any, table: torch.Tensor, first: int, positions: int = 1024) -
     """Within the block every decoded token of ``model`` goes to the experts of ``table`` [tokens, layers, top_k].
 
     ``model``: one of airllm's on slots, with either engine, or a plain one of transformers. ``first``: the prompt's length, at
-    least 2. ``positions``: the most of prompt and new tokens. In the device engine it costs one small kernel a layer, within the
-    recording.
+    least 2. ``positions``: the most of prompt and new tokens. In the device engine it costs one small kernel a layer, within
+    the recording.
     """
     runtime = getattr(model, "_runtime", None)
     follow = Forced(table, first, positions, model.device)

@@ -163,7 +163,7 @@ def install(
     bank = HostBank(
         found.layout, list(found.modules), weight_map, reader, pin=pin and device.type == "cuda", progress=progress
     )
-    transfer: Transfer = SyncTransfer() if device.type == "cpu" else StreamTransfer(len(pool.blocks), device)
+    transfer: Transfer = SyncTransfer() if device.type == "cpu" else StreamTransfer(len(pool.blocks), device, urgent=True)
     runtime = SlotExpertRuntime(bank, pool, transfer, top_k=found.top_k, layers=len(found.modules), policy=policy)
     for layer, (name, module) in enumerate(found.modules.items()):
         kind = BatchedSlotExperts if takes_copies(module) else SlotExperts

@@ -74,14 +74,19 @@ class StreamTransfer:
     """Copies on a stream of their own, so that they run beside arithmetic. ``places`` counts slots and scratch.
 
     Events are made once per place and recorded again and again; waiting for one that was never recorded is a no-op.
+
+    Args:
+        urgent: these copies go before those of other streams, as far as the link has not begun with them.
+        piece_bytes: hand larger copies to the link in pieces of this size, between which urgent ones get through.
     """
 
     staging_bytes = 0
     overlaps = True
 
-    def __init__(self, places: int, device: torch.device) -> None:
+    def __init__(self, places: int, device: torch.device, *, urgent: bool = False, piece_bytes: int | None = None) -> None:
         self.device = device
-        self._stream = torch.cuda.Stream(device)
+        self._piece_bytes = piece_bytes
+        self._stream = torch.cuda.Stream(device, priority=-1 if urgent else 0)
         # The places may lie in memory whose last use is still enqueued.
         self._stream.wait_stream(torch.cuda.current_stream(device))
         self._copied = [torch.cuda.Event() for _ in range(places)]
@@ -103,7 +108,11 @@ class StreamTransfer:
         self._copied[place].record(self._stream)
 
     def _move(self, source: torch.Tensor, target: torch.Tensor) -> None:
-        target.copy_(source, non_blocking=True)
+        if self._piece_bytes is None:
+            target.copy_(source, non_blocking=True)
+            return
+        for part, piece in zip(target.split(self._piece_bytes), source.split(self._piece_bytes), strict=True):
+            part.copy_(piece, non_blocking=True)
 
     def _current(self) -> torch.cuda.Stream:
         """The current stream. Asking torch for it costs as much as a launch, so it is kept while it stays the same."""
