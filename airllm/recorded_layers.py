@@ -12,7 +12,7 @@ from __future__ import annotations
 import inspect
 import logging
 import weakref
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -82,21 +82,42 @@ class Unchanged:
 
 class SameSettings:
     """Whether the numbers, names and switches of a model's modules and configuration are what they were when this was made: a
-    router's number of experts, the attention implementation. To be asked once a call of generate, not in every layer."""
+    router's number of experts, the attention implementation. To be asked once a call of generate or a forward, not in every
+    layer. ``modules``: those to look at instead of all of the model's."""
 
-    def __init__(self, model: PreTrainedModel) -> None:
+    def __init__(self, model: PreTrainedModel, modules: Iterable[nn.Module] | None = None) -> None:
         configs = {id(config): config for config in (model.config, model.config.get_text_config())}
-        owners = [*(vars(module) for module in model.modules()), *(vars(config) for config in configs.values())]
-        # What comes to be there later is transformers' own notes.
-        self._known = [
-            (owner, name, value)
-            for owner in owners
-            for name, value in owner.items()
-            if type(value) in (bool, int, float, str)
-        ]
+        looked_at = model.modules() if modules is None else modules
+        # Weak: a module may come to hold who asks, and a dropped model is freed at once. Names that come to be there later are
+        # transformers' own notes.
+        self._known = [(weakref.ref(owner), _settings(owner)) for owner in (*looked_at, *configs.values())]
 
     def __bool__(self) -> bool:
-        return all(owner.get(name) == value for owner, name, value in self._known)
+        for reference, known in self._known:
+            owner = reference()
+            if owner is None:
+                return False
+            now = vars(owner)
+            for name, value in known:
+                if now.get(name) != value:
+                    return False
+        return True
+
+
+def _settings(owner: object) -> list[tuple[str, Any]]:
+    return [(name, value) for name, value in vars(owner).items() if type(value) in (bool, int, float, str)]
+
+
+class _Settings:
+    """What all recorded layers of a model share: whether its settings are those they were recorded with."""
+
+    def __init__(self, model: PreTrainedModel, layers: Sequence[nn.Module]) -> None:
+        self._known = SameSettings(model, [module for layer in layers for module in layer.modules()])
+        self.same = True
+
+    def look(self) -> None:
+        """Look again. The first layer does, for a whole forward."""
+        self.same = bool(self._known)
 
 
 class _Child(NamedTuple):
@@ -202,13 +223,22 @@ class RecordedLayer(_StandIn):
 
     Args:
         hidden: the fixed input [1, 1, H].
-        embeddings: shared by all layers of the model.
+        embeddings, settings: shared by all layers of the model.
+        first: whether it is the one that looks at the settings.
     """
 
     def __init__(
-        self, layer: nn.Module, config: Any, runtime: SlotExpertRuntime, hidden: torch.Tensor, embeddings: PositionEmbeddings
+        self,
+        layer: nn.Module,
+        config: Any,
+        runtime: SlotExpertRuntime,
+        hidden: torch.Tensor,
+        embeddings: PositionEmbeddings,
+        settings: _Settings,
+        first: bool,
     ) -> None:
         super().__init__(layer)
+        self._settings, self._first = settings, first
         self._config, self._runtime = config, runtime
         self._hidden, self._embeddings = hidden, embeddings
         names = inspect.signature(self._forward).parameters
@@ -239,9 +269,12 @@ class RecordedLayer(_StandIn):
             return False
         if not self._embeddings.fits(kwargs.get("position_embeddings")) or torch.is_autocast_enabled(mine.device.type):
             return False
-        return self._config._attn_implementation == self._attention_name and bool(self._unchanged)
+        same = self._settings.same and self._config._attn_implementation == self._attention_name
+        return same and bool(self._unchanged)
 
     def __call__(self, hidden_states: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
+        if self._first and hidden_states.shape == self._hidden.shape:
+            self._settings.look()
         if not self._fits(hidden_states, args, kwargs):
             return self._plain(hidden_states, *args, **kwargs)
         cuts = self._cuts
@@ -322,10 +355,12 @@ def _record(
     pool = GraphPool(runtime.pool.blocks[0].device)
     hidden = torch.zeros(1, 1, model.config.hidden_size, dtype=model.dtype, device=pool.device)
     positions = torch.zeros(1, 1, dtype=torch.int64, device=pool.device)
-    embeddings = PositionEmbeddings(*model.model.rotary_emb(hidden, positions))
+    embeddings, settings = PositionEmbeddings(*model.model.rotary_emb(hidden, positions)), _Settings(model, layers)
     for number, layer in enumerate(layers):
         blocks = len(streamer.blocks_of(number)) if streamer is not None else 0
-        made = [RecordedLayer(layer, model.config, runtime, hidden, embeddings) for _ in range(blocks or 1)]
+        made = [
+            RecordedLayer(layer, model.config, runtime, hidden, embeddings, settings, number == 0) for _ in range(blocks or 1)
+        ]
         recorded.append(MovingLayer(layer, number, streamer, made) if streamer is not None and blocks else made[0])
     with pool.aside():
         weight_dtype = recorded[0].record(None, None)

@@ -222,7 +222,16 @@ def a_forward(layer: Any) -> None:
     layer.self_attn.v_proj.forward = lambda x: plain(x) + 1
 
 
-CHANGES = [a_hook, a_pre_hook, another_module, another_weight, other_data, a_forward]
+def a_scale(layer: Any) -> None:
+    layer.self_attn.scaling *= 2
+
+
+def a_norms_epsilon(layer: Any) -> None:
+    layer.input_layernorm.eps = 0.5
+
+
+SETTINGS = [a_scale, a_norms_epsilon]
+CHANGES = [*SETTINGS, a_hook, a_pre_hook, another_module, another_weight, other_data, a_forward]
 
 
 @pytest.mark.parametrize("change", CHANGES, ids=lambda change: change.__name__)
@@ -235,6 +244,27 @@ def test_a_layer_that_was_changed_runs_as_it_now_is(
         change(each.model.layers[1] if each is oracle else layers_of(model)[1])
     ours, theirs = one_step(model, device), one_step(oracle, device)
     assert torch.equal(ours[1], theirs[1]) and not torch.equal(theirs[1], before)
+
+
+@pytest.mark.parametrize("change", SETTINGS, ids=lambda change: change.__name__)
+def test_a_setting_changed_between_two_tokens_of_one_text_counts_from_the_next_one(
+    change: Callable[[Any], None], make: Callable[..., Any], folder: Path, device: str, stock: list[torch.Size]
+) -> None:
+    oracle, model = slot_models.oracle(folder, device=device), make(5)
+    ids, logits = torch.tensor([[5, 6, 7, 8]], device=device), []
+    for each in (oracle, model):
+        layer, said = each.model.layers[2] if each is oracle else layers_of(model)[2], []
+        with torch.no_grad():
+            answer = each(ids, use_cache=True)
+            name = "cache" if "cache" in answer else "past_key_values"
+            for turn in range(3):
+                if turn == 1:
+                    change(layer)
+                answer = each(ids[:, turn : turn + 1], use_cache=True, **{name: answer[name]})
+                said.append(answer.logits)
+        logits.append(said)
+    assert all(torch.equal(a, b) for a, b in zip(*logits, strict=True))
+    assert len(stock) == LAYERS * 3, "the prompt and the two tokens after the change"
 
 
 def test_weights_changed_in_place_are_read_by_the_recording(
