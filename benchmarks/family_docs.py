@@ -77,9 +77,11 @@ def section(result: dict[str, Any]) -> str:
     """What stands between the README's markers: the newest transformers' models."""
     exact = ", ".join(row["folder"] for row in result["rows"] if row["outcome"] == "exact")
     others = ", ".join(row["folder"] for row in result["rows"] if row["outcome"] != "exact")
+    served = [row["folder"] for row in result["rows"] if row.get("device_engine") == "yes"]
     return (
         f"Bit for bit on transformers {result['transformers']} ({counts(result).partition(': ')[2]} modelling files with "
-        f"experts): {exact}.\n\nNot served, and streamed: {others}. [docs/FAMILIES.md](docs/FAMILIES.md) has how it was tried, "
+        f"experts): {exact}.\n\n`expert_cache_engine=\"device\"` serves {len(served)} of these: {', '.join(served)}.\n\n"
+        f"Not served, and streamed: {others}. [docs/FAMILIES.md](docs/FAMILIES.md) has how it was tried, "
         "and the reasons."
     )
 
