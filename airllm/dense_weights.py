@@ -83,16 +83,18 @@ class DenseWeights:
         """Whether the layers that stream are kept there, and why."""
         asked, moved = self.options.stream_from, self.plan.moved_bytes
         if asked == "file" or not moved:
-            return False, "as asked" if moved else "no layer is read again"
+            return False, "as asked" if moved else "each layer that streams has a block of its own and is read once"
         if asked == "auto" and (not self._in_slots or self.options.device.type == "cpu"):
             return False, "auto: host memory is taken unasked only beside slots on a GPU"
         free, need = available_bytes(), bank_bytes + self.plan.streamed_bytes
+        if self.options.device.type == "cpu":  # there all the rest is host memory too
+            need += self.rest_bytes + self.plan.device_bytes
         reserve = HOST_RESERVE_BYTES if asked == "auto" else HEADROOM_BYTES
-        numbers = f"{need} B of experts and of layers that stream, {reserve} B of reserve, {free} B of host memory available"
+        numbers = f"{need} B of experts and weights, {reserve} B of reserve, {free} B of host memory available"
         if asked == "auto":
             return free is not None and need + reserve <= free, f"auto: {numbers}"
         if free is not None and need + reserve > free:
-            raise HostMemoryError(f"stream_from='host' does not fit: {numbers}: use stream_from='file', or raise resident_gb")
+            raise HostMemoryError(f"stream_from='host' does not fit: {numbers}: use stream_from='file'")
         return True, "as asked"
 
     @property

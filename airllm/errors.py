@@ -41,7 +41,7 @@ class UnsupportedModelError(AirLLMError, ValueError):
 
 
 class HostMemoryError(AirLLMError, MemoryError):
-    """The host has too little memory for the expert bank."""
+    """The host has too little memory for the expert bank, or for layers kept beside it."""
 
 
 class NonFiniteError(AirLLMError, ArithmeticError):

@@ -84,14 +84,18 @@ def describe_dense(found: Inspection, plan: DensePlan) -> list[str]:
     if not plan.streamed:
         return ["  dense weights   all stay on the device", f"  host            {gib(bank)} of experts, pinned"]
     stays = found.rest_bytes + plan.resident_bytes
-    staging = HOST_BLOCKS * max(plan.layers)
+    host = f"{gib(HOST_BLOCKS * max(plan.layers))} of staging"
+    if plan.moved_bytes:
+        host = (
+            f"with room, {gib(plan.streamed_bytes)} of streamed layers; else {host}, and as much page cache spares reading the "
+            "disk for each token"
+        )
     return [
         f"  dense, staying  {stays} B ({gib(stays)}): {gib(found.rest_bytes)} outside the layers, "
         f"{plan.resident} of {len(plan.layers)} layers",
         f"  dense, streamed {plan.moved_bytes} B ({gib(plan.moved_bytes)}) a token, through {plan.ring} blocks of "
         f"{gib(plan.block_bytes)}",
-        f"  host            {gib(bank)} of experts and, with room, {gib(plan.streamed_bytes)} of streamed layers, pinned; "
-        f"else {gib(staging)} of staging, and as much page cache spares reading the disk for each token",
+        f"  host, pinned    {gib(bank)} of experts and {host}",
     ]
 
 

@@ -28,6 +28,7 @@ from airllm.dense_budget import following, plan_dense
 from airllm.errors import DeviceError
 from airllm.experts.host_memory import HostBlock
 from airllm.experts.transfer import StreamTransfer, SyncTransfer, Transfer
+from airllm.gradients import refuse_gradients
 from airllm.layer_layout import LayerLayout, LayerViews, plan_layers
 from airllm.layer_watch import LayerWatch, StreamCounts
 from airllm.weight_map import WeightMap
@@ -119,7 +120,7 @@ class LayerStreamer:
                 self._keep_in_host_memory(progress)
         for number, module in enumerate(self._modules):
             if number >= self._resident:
-                self._hooks.append(module.register_forward_pre_hook(partial(_enter, self, number)))
+                self._hooks.append(module.register_forward_pre_hook(partial(_enter, self, number), with_kwargs=True))
                 self._hooks.append(module.register_forward_hook(partial(_leave, self), always_call=True))
         names = [layout.name for layout in self._layouts]
         self._watch = LayerWatch(self._modules, names, self.device)
@@ -272,10 +273,12 @@ class LayerStreamer:
         return True
 
     def _read_ahead(self, number: int, current: int) -> None:
-        following = self._next[number]
+        following, started = self._next[number], time.perf_counter()
         for wanted in following:
             if wanted not in self._holds:
                 self._begin_fill(wanted, self._victim(keep=(number, *following)))
+        if self._worker is None:  # the thread that runs the model did it
+            self.counts.wait_s += time.perf_counter() - started
 
     def _victim(self, keep: Sequence[int]) -> int:
         """A block that neither computes nor holds a layer of ``keep``; an empty one if there is one."""
@@ -387,7 +390,7 @@ class LayerStreamer:
             "wait_seconds": self.counts.wait_s,
             "streamed_layers": plan.streamed,
             "streamed_bytes": plan.streamed_bytes,
-            "streamed_from": "host" if self._sources else "file",
+            "streamed_from": "host" if self.in_host_memory else "file",
             "streamed_from_reason": self.source_reason,
             "resident_layers": plan.resident,
             "resident_bytes": sum(block.numel() for block in self._kept),
@@ -396,14 +399,16 @@ class LayerStreamer:
             "staging_bytes": sum(host.nbytes for host in self._hosts),
             "host_memory_bytes": sum(host.nbytes for host in self._sources.values()),
             "pinned": all(host.pinned for host in hosts) if hosts else None,
-            "pin_reason": hosts[0].pin_reason if hosts else "no host block",
+            "pin_reason": min(hosts, key=lambda host: host.pinned).pin_reason if hosts else "no host block",
         }
 
 
 # Functions, not methods: a bound method in a hook of the module that the object holds would be a cycle.
 
 
-def _enter(streamer: LayerStreamer, number: int, module: nn.Module, args: Any) -> None:
+def _enter(streamer: LayerStreamer, number: int, module: nn.Module, args: Any, kwargs: Any) -> None:
+    if streamer.plan.moved_bytes:
+        refuse_gradients(*args, *kwargs.values())
     streamer.enter(number)
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -16,7 +17,7 @@ from test_dense_streaming import LAYERS, load, quarter
 
 from airllm import AutoModel, dense_weights
 from airllm.airllm_base import AirLLMBaseModel
-from airllm.errors import HostMemoryError, OptionError
+from airllm.errors import HostMemoryError, OptionError, UnsupportedModelError
 from airllm.options import parse_options
 
 Checkpoint = Callable[..., Path]
@@ -71,7 +72,8 @@ def test_layers_with_a_block_each_are_not_kept_twice(folder: Path) -> None:
     with load(folder, stream_from="host", resident_gb=3.2 * quarter(folder)) as model:
         stats = model.get_stream_stats()
         assert 0 < stats["streamed_layers"] <= stats["ring_blocks"]
-        assert (stats["streamed_from"], stats["streamed_from_reason"]) == ("file", "no layer is read again")
+        assert (stats["streamed_from"], stats["host_memory_bytes"]) == ("file", 0)
+        assert "a block of its own" in stats["streamed_from_reason"]
 
 
 def test_memory_goes_back_with_close_and_when_loading_fails(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -143,6 +145,7 @@ def choice(folder: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[..., tuple
     with load(folder) as model:
         dense = object.__new__(dense_weights.DenseWeights)
         dense.plan = model._streamer.plan
+        monkeypatch.setattr(dense_weights.DenseWeights, "rest_bytes", 0)
 
     def decide(device: str, slots: bool, spare: int | None, asked: str = "auto") -> tuple[bool, str]:
         dense.options = parse_options(folder, device="cpu", stream_from=asked)
@@ -163,6 +166,66 @@ def test_auto_takes_host_memory_beside_slots_on_a_gpu_where_there_is_enough(choi
     assert not choice("cuda:0", False, 2**60)[0] and not choice("cpu", True, 2**60)[0]
     assert choice("cuda:0", True, 2**60, "file") == (False, "as asked")
     assert choice("cpu", False, None, "host") == (True, "as asked")
+    assert choice("cuda:0", True, dense_weights.HEADROOM_BYTES, "host") == (True, "as asked")
+
+
+def test_on_a_cpu_what_would_lie_on_the_device_counts_too(choice: Any) -> None:
+    with pytest.raises(HostMemoryError):
+        choice("cpu", True, dense_weights.HEADROOM_BYTES, "host")
+    assert choice("cuda:0", True, dense_weights.HEADROOM_BYTES, "host")[0]
+
+
+def test_the_statistics_name_the_block_that_is_not_pinned_and_outlive_the_model(
+    folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with load(folder, stream_from="host") as model:
+        blocks = list(model._streamer._sources.values())
+        for block in blocks:
+            block.pinned, block.pin_reason = True, "registered"
+        blocks[2].pinned, blocks[2].pin_reason = False, "registration refused"
+        stats = model.get_stream_stats()
+        for block in blocks:
+            block.pinned = False
+        assert (stats["pinned"], stats["pin_reason"]) == (False, "registration refused")
+    assert model.get_stream_stats()["streamed_from"] == "host"
+
+
+def test_copies_made_by_the_thread_that_runs_the_model_count_as_waiting(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    with load(folder, stream_from="host", profiling_mode=True) as model:
+        transfer, copy = model._streamer._transfer, model._streamer._transfer.copy
+        monkeypatch.setattr(transfer, "copy", lambda *args: (time.sleep(0.01), copy(*args)))
+        model(IDS)
+        (waited,) = model.profiler.profiling_time_dict["wait_for_layers"][-1:]
+        assert waited >= 0.01 * model._streamer.plan.streamed
+
+
+@pytest.mark.parametrize("source", ["file", "host"])
+@pytest.mark.parametrize("make", MAKERS.values(), ids=MAKERS)
+def test_gradients_are_refused_where_weights_come_and_go(make: Callable[..., Any], source: str, folder: Path) -> None:
+    with make(folder, stream_from=source) as model:
+        embedded = model.model.get_input_embeddings()(IDS).detach().requires_grad_()
+        with pytest.raises(UnsupportedModelError, match="gradients"):
+            model.model(inputs_embeds=embedded)
+        with torch.no_grad():
+            assert torch.equal(model.model(inputs_embeds=embedded).logits, model(IDS).logits)
+
+
+def test_gradients_are_transformers_where_every_layer_stays(folder: Path) -> None:
+    gradients = []
+    oracle = slot_models.oracle(folder, torch.float32)
+    with whole(folder, resident_gb="all") as model:
+        for each in (oracle, model.model):
+            embedded = oracle.get_input_embeddings()(IDS).detach().requires_grad_()
+            each(inputs_embeds=embedded).logits.sum().backward()
+            gradients.append(embedded.grad)
+    assert torch.equal(*gradients)
+
+
+def test_experts_in_slots_refuse_gradients_with_all_dense_weights_resident(folder: Path) -> None:
+    with load(folder, resident_gb="all") as model:
+        embedded = model.model.get_input_embeddings()(IDS).detach().requires_grad_()
+        with pytest.raises(UnsupportedModelError, match="gradients"):
+            model.model(inputs_embeds=embedded)
 
 
 @pytest.mark.parametrize("value", ["disk", 1, True])

@@ -19,6 +19,7 @@ ROOT = Path(__file__).resolve().parents[1]
 
 ORDER = (
     "errors",
+    "gradients",
     "experts.host_memory",
     "options",
     "locate",

@@ -13,6 +13,8 @@ from pathlib import Path
 
 import torch
 
+from airllm.errors import HostMemoryError
+
 _CGROUP_LIMITS = (
     ("/sys/fs/cgroup/memory.max", "/sys/fs/cgroup/memory.current"),
     ("/sys/fs/cgroup/memory/memory.limit_in_bytes", "/sys/fs/cgroup/memory/memory.usage_in_bytes"),
@@ -66,12 +68,15 @@ def available_bytes() -> int | None:
 class HostBlock:
     """``nbytes`` of host memory as one uint8 tensor, zero-filled lazily by the system, never rounded up beyond a page.
 
-    ``pin()`` after filling; ``close()`` unregisters and lets the memory go.
+    ``pin()`` after filling; ``close()`` unregisters and lets the memory go. Raises HostMemoryError where the system refuses.
     """
 
     def __init__(self, nbytes: int) -> None:
         self.nbytes = nbytes
-        self._map: mmap.mmap | None = mmap.mmap(-1, max(nbytes, 1))
+        try:
+            self._map: mmap.mmap | None = mmap.mmap(-1, max(nbytes, 1))
+        except OSError as error:
+            raise HostMemoryError(f"the system does not give {nbytes} B of host memory ({error}): see `ulimit -v`") from error
         if hasattr(mmap, "MADV_HUGEPAGE"):
             try:
                 self._map.madvise(mmap.MADV_HUGEPAGE)

@@ -290,8 +290,11 @@ class AgedPolicy(SlotPolicy):
 
 
 def layer_spans(slots: int, layers: int) -> list[tuple[int, int]]:
-    """First slot and end of the group of each layer: consecutive layers share slots in proportion to their number."""
+    """First slot and end of the group of each layer: consecutive layers share slots in proportion to their number. A group has
+    more than ``GROUP_SLOTS`` only where a single layer does."""
     groups = min(layers, -(-slots // GROUP_SLOTS))
+    while groups < min(layers, slots) and -(-slots * -(-layers // groups) // layers) > GROUP_SLOTS:
+        groups += 1
     starts = [-(-group * layers // groups) for group in range(groups + 1)]
     spans = [(slots * first // layers, slots * end // layers) for first, end in zip(starts, starts[1:], strict=False)]
     return [spans[layer * groups // layers] for layer in range(layers)]

@@ -22,6 +22,7 @@ from airllm.experts.policy import AUTO_POLICY, make_policy
 from airllm.experts.slots import SlotPool
 from airllm.experts.stats import Counters
 from airllm.experts.transfer import Transfer
+from airllm.gradients import refuse_gradients
 
 log = logging.getLogger(__name__)
 
@@ -115,7 +116,9 @@ class SlotExpertRuntime:
         """The experts' part of one layer: ``hidden`` [T, H], ``index`` and ``weights`` [T, K]; gives [T, H].
 
         A device that runs out of memory gets one more try with its caches emptied (counted in ``oom_retries``).
+        Raises UnsupportedModelError for gradients: the slots may hold other experts by then.
         """
+        refuse_gradients(hidden, weights)
         with self._lock:
             if self._recorder is not None:
                 return self._recorder(layer, hidden, index, weights)
