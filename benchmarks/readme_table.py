@@ -9,7 +9,9 @@ from __future__ import annotations
 
 import argparse
 import json
+import math
 import sys
+from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
@@ -19,9 +21,12 @@ from benchmarks.marked_section import replaced  # noqa: E402
 
 RESULT = ROOT / "benchmarks" / "results" / "phi-tiny-h200.json"
 ENGINE = RESULT.with_name("decode-engine-h200.json")
-PROMPTS = RESULT.with_name("prompts-h200.json")
-LATER = RESULT.with_name("phi-tiny-slots-h200.json")
-SHAPES = [RESULT.with_name(f"family-speed-{name}-h200.json") for name in ("qwen3", "mixtral")]
+EARLIER = RESULT.with_name("phi-tiny-earlier-h200.json")
+DENSE = RESULT.with_name("dense-streaming-h200.json")
+SOAK = RESULT.with_name("soak-h200.json")
+GAIN = RESULT.with_name("gain-phi-mini-h200.json")
+SHAPES = [RESULT.with_name(f"family-speed-{name}-h200.json") for name in ("qwen3-groups", "qwen3", "mixtral")]
+"""The first one was run after the second one, when layers shared slots in groups of 2 048 instead of 512."""
 PLOT = "benchmarks/results/tiny-cpu.png"
 START, END = "<!-- results:start -->", "<!-- results:end -->"
 NAMES = {
@@ -67,7 +72,7 @@ def where(result: dict[str, Any]) -> str:
     )
 
 
-def rows_of(result: dict[str, Any], mode: str) -> list[str]:
+def rows_of(result: dict[str, Any], mode: str, kinds: Iterable[str] = tuple(NAMES)) -> list[str]:
     """The table of one run in one decoding mode."""
     if result["faults"]:
         raise SystemExit(f"this result must not be quoted: {result['faults']}")
@@ -77,7 +82,7 @@ def rows_of(result: dict[str, Any], mode: str) -> list[str]:
         "| MiB moved a token | device peak GiB | process peak GiB | tokens equal to the baseline's |",
         "|---|---|---|---|---|---|---|---|---|",
     ]
-    return head + [row(kind, result["cases"][kind], mode, baseline_s) for kind in NAMES if kind in result["cases"]]
+    return head + [row(kind, result["cases"][kind], mode, baseline_s) for kind in kinds if kind in result["cases"]]
 
 
 def in_turn(result: dict[str, Any]) -> str:
@@ -86,16 +91,15 @@ def in_turn(result: dict[str, Any]) -> str:
     return f"{ratios['median']:.2f} ({ratios['p10']:.2f} to {ratios['p90']:.2f})"
 
 
-def engine_rows(engine: dict[str, Any], prompts: dict[str, Any]) -> list[str]:
+def engine_rows(engine: dict[str, Any]) -> list[str]:
     """What decode_engine.py measured: steps, prompts, and the error of the logits."""
     lines = ["| | ms | floor ms | ratio | hit rate |", "|---|---|---|---|---|"]
-    for name, row in engine["decoding"].items():
-        if isinstance(row, dict):
-            ours = row["ours"]
-            ratio = ours["step_s"] / row["floor_s"]
-            times = f"{ours['step_s'] * 1e3:.2f} | {row['floor_s'] * 1e3:.2f} | {ratio:.2f}"
-            lines.append(f"| a decoded step, {name} ({ours['slots']} slots) | {times} | {ours['hit_rate']:.2f} |")
-    for name, row in prompts["prompts"].items():
+    steps = {name: row for name, row in engine["decoding"].items() if isinstance(row, dict)}
+    for name, row in (steps | {"budget, routing recorded of the shipped model": engine["routing"]}).items():
+        ours = row["ours"]
+        times = f"{ours['step_s'] * 1e3:.2f} | {row['floor_s'] * 1e3:.2f} | {ours['step_s'] / row['floor_s']:.2f}"
+        lines.append(f"| a decoded step, {name} ({ours['slots']} slots) | {times} | {ours['hit_rate']:.2f} |")
+    for name, row in engine["prompts"].items():
         floor_s = max(row["bank_over_link_s"], row["arithmetic_s"])
         times = f"{row['prompt_s'] * 1e3:.0f} | {floor_s * 1e3:.0f} | {row['ratio']:.2f}"
         lines.append(f"| a prompt of {name} | {times} | |")
@@ -105,46 +109,78 @@ def engine_rows(engine: dict[str, Any], prompts: dict[str, Any]) -> list[str]:
     return [*lines, "", f"{host} Mean error of the logits against a float32 model: {errors}."]
 
 
-def later(result: dict[str, Any]) -> str:
-    """What a later run of slots and eager says."""
-    slots, eager = (result["cases"][kind] for kind in ("slots", "eager"))
-    summary, tokens = slots["summary"]["forced"], slots["summary"]["forced"]["tokens"]
-    (turns,) = result["pair"]["ratios"]
+def turns(result: dict[str, Any]) -> str:
+    """What slots and eager say when they decode in turn."""
+    (ratios,) = (row for row in result["pair"]["ratios"] if (row["of"], row["mode"]) == ("slots", "forced"))
     return (
-        f"A later run of these two alone: slots {summary['decode']['median_s'] * 1e3:.1f} ms, eager "
-        f"{eager['summary']['forced']['decode']['median_s'] * 1e3:.1f} ms; in turn, prompt by prompt, "
-        f"{turns['median']:.2f} of eager's time; {tokens['equal']} of {tokens['compared']} tokens equal; peaks "
-        f"{slots['device_memory']['peak_reserved_bytes'] / GIB:.2f} GiB on the device, "
-        f"{slots['peak_process_bytes'] / GIB:.2f} GiB in the process."
+        f"In turn, prompt by prompt in one process, slots take {ratios['median']:.2f} ({ratios['p10']:.2f} to "
+        f"{ratios['p90']:.2f}) of eager's time a token."
+    )
+
+
+def dense_rows(result: dict[str, Any]) -> list[str]:
+    """What dense_streaming.py measured."""
+    lines = ["| | ms a token | floor ms | ratio | MiB of dense weights, of experts moved a token |", "|---|---|---|---|---|"]
+    for name, row in result["runs"].items():
+        times = f"{row['step_s'] * 1e3:.1f} | {row['floor']['seconds'] * 1e3:.1f} | {row['times_floor']:.2f}"
+        lines.append(f"| {name} | {times} | {row['streamed_bytes'] / 2**20:.0f}, {row['missed_bytes'] / 2**20:.0f} |")
+    same = result["tokens"]
+    return [*lines, "", f"Tokens: {same['equal']} of {same['compared']} equal those with everything resident."]
+
+
+def soaked(result: dict[str, Any]) -> str:
+    """What soak.py found."""
+    if result["faults"]:
+        raise SystemExit(f"this result must not be quoted: {result['faults']}")
+    growth = ", ".join(f"{name} {value}" for name, value in result["growth"].items())
+    return (
+        f"{result['generates']} calls of generate of random length, batch and kind in the {result['statistics']['engine']} "
+        f"engine (`benchmarks/soak.py`), the second half asking what the first did: {result['answers_compared']} of "
+        f"{result['answers_compared']} answers the same; growth: {growth}."
+    )
+
+
+def gained(result: dict[str, Any]) -> str:
+    """What the policy gains a model whose slots are few."""
+    gain = result["gain"]
+    return (
+        f"Geometry of {result['geometry']}, {result['budget_gb']:g} GiB ({gain['aged']['slots']} slots), device engine: "
+        f"{gain['aged']['step_s'] * 1e3:.1f} ms a token, hit rate {gain['aged']['hit_rate']:.2f}; with one LRU "
+        f"{gain['lru']['step_s'] * 1e3:.1f} ms and {gain['lru']['hit_rate']:.2f}."
     )
 
 
 def shape_rows(results: list[dict[str, Any]]) -> list[str]:
-    """What family_speed.py measured."""
+    """What family_speed.py measured; of two runs of the same the first one."""
     lines = [
         "| layers of | experts in slots | ms a token | floor ms | ratio | hit rate (one LRU's) | device peak GiB |",
         "|---|---|---|---|---|---|---|",
     ]
+    found: dict[str, dict[tuple[float, str], str]] = {}  # by model and by portion, or the name of what has no slots
     for result in results:
         name = f"{result['shape']['name']}, {result['shape']['layers']} of them"
+        mine = found.setdefault(name, {})
         for row in result["slots"]:
             cells = (
                 name, f"{row['portion']:.0%}", f"{row['step_s'] * 1e3:.2f}", f"{row['floor_s'] * 1e3:.2f}",
                 f"{row['step_s'] / row['floor_s']:.2f}", f"{row['hit_rate']:.2f} ({row['lru_hit_rate']:.2f})",
                 f"{row['peak_reserved_bytes'] / GIB:.1f}",
             )  # fmt: skip
-            lines.append("| " + " | ".join(cells) + " |")
+            mine.setdefault((row["portion"], ""), "| " + " | ".join(cells) + " |")
         for kind, row in result["resident"].items():
             times = f"{row['step_s'] * 1e3:.2f} | {row['floor_s'] * 1e3:.2f} | {row['step_s'] / row['floor_s']:.2f}"
-            lines.append(f"| {name} | {kind}, all on the GPU | {times} | | {row['peak_reserved_bytes'] / GIB:.1f} |")
-    return lines
+            peak = f"{row['peak_reserved_bytes'] / GIB:.1f}"
+            mine[math.inf, kind] = f"| {name} | {kind}, all on the GPU | {times} | | {peak} |"
+    return lines + [mine[key] for mine in found.values() for key in sorted(mine)]
 
 
 def table(
     result: dict[str, Any],
     engine: dict[str, Any],
-    prompts: dict[str, Any],
-    two: dict[str, Any],
+    earlier: dict[str, Any],
+    dense: dict[str, Any],
+    soak: dict[str, Any],
+    gain: dict[str, Any],
     shapes: list[dict[str, Any]],
 ) -> str:
     """The section between the README's markers."""
@@ -152,7 +188,8 @@ def table(
         f"Random weights in Phi-tiny-MoE's exact geometry, {where(result)}, page cache warm. The floor is the time that the "
         "missed or streamed bytes, or the bytes the device must read, need at the bandwidths measured in the same run. "
         "Decoding here is bound by the host that launches the kernels, and that host was shared: see how far p10 and p90 lie "
-        "apart. "
+        "apart. Random weights blow up rounding (the error of the logits is below), so what rounds on its own soon takes other "
+        "tokens. "
         f"Streaming, each turn held against the bandwidths of its own moment: {in_turn(result)} times its floor.",
         "",
         "Greedy decoding:",
@@ -163,13 +200,25 @@ def table(
         "",
         *rows_of(result, "forced"),
         "",
-        later(two),
+        turns(result),
+        "",
+        "An earlier run on such a machine, with the baseline's other experts and accelerate; the same script:",
+        "",
+        *rows_of(earlier, "forced", ("eager", "default", "accelerate", "slots_device")),
         "",
         "The device engine alone (another run on the same machine; its floor takes the misses of one global LRU):",
         "",
-        *engine_rows(engine, prompts),
+        *engine_rows(engine),
         "",
-        "Prompts: of another run, another prompt each time, into an empty cache.",
+        "Prompts: another one each time, into an empty cache.",
+        "",
+        gained(gain),
+        "",
+        "A quarter of the dense weights on the device, the others streamed, plain engine:",
+        "",
+        *dense_rows(dense),
+        "",
+        soaked(soak),
         "",
         "Other families, device engine, random bfloat16 weights, batch 1, a fixed script of tokens; tokens go to experts by a "
         "random rule with habits, and the floor takes the misses that one global LRU has on it (`benchmarks/family_speed.py`):",
@@ -191,7 +240,7 @@ def table(
         "```",
         "",
         "Result files: "
-        + ", ".join(f"`{path.relative_to(ROOT)}`" for path in (RESULT, LATER, ENGINE, PROMPTS, *SHAPES))
+        + ", ".join(f"`{path.relative_to(ROOT)}`" for path in (RESULT, EARLIER, ENGINE, DENSE, SOAK, GAIN, *SHAPES))
         + ". Hit rate and speed "
         f"against the budget, shipped tiny model on a CPU (T = 12 experts, 0.0014 GiB in float32): ![plot]({PLOT})",
     ]
@@ -204,10 +253,9 @@ def main() -> int:
     options = parser.parse_args()
     readme = ROOT / "README.md"
     old = readme.read_text()
-    result, engine, prompts, two, *shapes = (
-        json.loads(path.read_text()) for path in (RESULT, ENGINE, PROMPTS, LATER, *SHAPES)
-    )
-    section = table(result, engine, prompts, two, shapes)
+    paths = (RESULT, ENGINE, EARLIER, DENSE, SOAK, GAIN, *SHAPES)
+    result, engine, earlier, dense, soak, gain, *shapes = (json.loads(path.read_text()) for path in paths)
+    section = table(result, engine, earlier, dense, soak, gain, shapes)
     new = replaced(old, START, END, section)
     if options.check:
         return int(old != new)
