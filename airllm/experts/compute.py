@@ -42,18 +42,6 @@ class ExpertMath:
     sum_in: str = "hidden"
     upcast: bool = False
 
-    @property
-    def why_not_plain(self) -> str:
-        """What sets these experts apart from the plain contract; "" for the plain contract itself."""
-        odd = {
-            "transposed weights": self.transposed,
-            "biases": self.bias,
-            "a norm after the expert": self.norm is not None,
-            f"sums in the dtype of the {self.sum_in}": self.sum_in != "hidden",
-            "float32 arithmetic": self.upcast,
-        }
-        return ", ".join(name for name, there in odd.items() if there)
-
     def start(self, hidden: torch.Tensor, weights: torch.Tensor) -> torch.Tensor:
         """Zeros [T, H] for the sum over experts."""
         dtype = {"hidden": hidden.dtype, "weights": weights.dtype, "float32": torch.float32}[self.sum_in]

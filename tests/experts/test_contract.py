@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+from dataclasses import fields
 from typing import Any
+from unittest.mock import ANY
 
 import pytest
 import torch
@@ -130,20 +132,22 @@ class KeepsAScale(Experts):
 
 
 @pytest.mark.parametrize(
-    ("kind", "said"),
+    ("kind", "odd"),
     [
-        (Experts, ""),
-        (Interleaved, ""),
-        (Transposed, "transposed weights"),
-        (Biased, "transposed weights, biases"),
-        (Gateless, ""),
-        (Normed, "a norm after the expert"),
-        (SumsInFloat32, "sums in the dtype of the float32"),
-        (SumsInTheWeightsDtype, "sums in the dtype of the weights"),
+        (Experts, {}),
+        (Interleaved, {}),
+        (Transposed, {"transposed": True}),
+        (Biased, {"transposed": True, "bias": True}),
+        (Gateless, {}),
+        (Normed, {"norm": ANY}),
+        (SumsInFloat32, {"sum_in": "float32"}),
+        (SumsInTheWeightsDtype, {"sum_in": "weights"}),
     ],
 )
-def test_a_variant_of_the_contract_is_recognised(kind: type[Experts], said: str) -> None:
-    assert expert_math(kind()).why_not_plain == said
+def test_a_variant_of_the_contract_is_recognised(kind: type[Experts], odd: dict[str, Any]) -> None:
+    math = expert_math(kind())
+    others = {each.name: (getattr(math, each.name), each.default) for each in fields(math) if each.name != "apply_gate"}
+    assert {name: value for name, (value, default) in others.items() if value != default} == odd
 
 
 @pytest.mark.parametrize("kind", [WeighsTheInput, AddsDescending, KeepsAScale])
