@@ -85,15 +85,17 @@ class Bench:
             torch.cuda.empty_cache()
             torch.cuda.reset_peak_memory_stats()
 
-    def call(self, model: Any, ids: torch.Tensor, tokens: int, **more: Any) -> tuple[float, Any]:
-        """Seconds, and what generate gave, decoding the script."""
+    def call(
+        self, model: Any, ids: torch.Tensor, tokens: int, script: Script | None = None, **more: Any
+    ) -> tuple[float, Any]:
+        """Seconds, and what generate gave, decoding the script. ``script``: one to ask afterwards what was wanted."""
+        script = script or Script(self.script)
         options = {"max_new_tokens": tokens, "min_new_tokens": tokens, "do_sample": False, "pad_token_id": 0}
         machine.synchronize(self.device)
         start = time.perf_counter()
         with torch.no_grad():
-            out = model.generate(
-                input_ids=ids, attention_mask=torch.ones_like(ids), logits_processor=[Script(self.script)], **options, **more
-            )
+            mask = torch.ones_like(ids)
+            out = model.generate(input_ids=ids, attention_mask=mask, logits_processor=[script], **options, **more)
         machine.synchronize(self.device)
         return time.perf_counter() - start, out
 
@@ -311,7 +313,7 @@ def as_text(result: dict[str, Any]) -> Iterator[str]:
 def bench_of(args: argparse.Namespace) -> PhiBench:
     device = machine.pick_device(args.device)
     dtype = "float16" if device.type == "cuda" else "float32"
-    geometry = GEOMETRIES[args.geometry].cut(args.layers)
+    geometry = GEOMETRIES[args.geometry].cut(getattr(args, "layers", None))
     folder = ensure(args.work_dir / f"{geometry.name}-{dtype}", geometry, dtype, 0)
     return PhiBench(args, device, dtype, folder, geometry)
 

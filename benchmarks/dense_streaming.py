@@ -15,65 +15,20 @@ greedy decoding would have taken at each step is compared. The last line is one 
 from __future__ import annotations
 
 import argparse
-import gc
 import json
 import statistics
 import sys
-import time
 from collections.abc import Iterator
 from concurrent.futures import wait
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
-import torch
-
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 from benchmarks import floors, machine  # noqa: E402
-from benchmarks.build_checkpoint import ensure  # noqa: E402
 from benchmarks.cases import Script  # noqa: E402
-from benchmarks.decode_engine import add_run_options  # noqa: E402
-from benchmarks.expert_cache import random_ids  # noqa: E402
+from benchmarks.decode_engine import PROMPT_TOKENS, PhiBench, add_run_options, bench_of  # noqa: E402
 from benchmarks.geometry import GEOMETRIES, GIB  # noqa: E402
-from benchmarks.report import Sizes  # noqa: E402
-
-PROMPT_TOKENS = 32
-
-
-class Bench:
-    """One checkpoint on one device, and what every measurement shares."""
-
-    def __init__(self, args: argparse.Namespace) -> None:
-        from airllm.inspect_model import inspect_folder
-
-        self.args, self.device = args, machine.pick_device(args.device)
-        self.dtype = "float16" if self.device.type == "cuda" else "float32"
-        geometry = GEOMETRIES[args.geometry]
-        self.folder = ensure(args.work_dir / f"{args.geometry}-{self.dtype}", geometry, self.dtype, 0)
-        found = inspect_folder(self.folder)
-        self.layer_bytes, self.sizes = sum(found.dense_layers), Sizes.of(found, self.dtype)
-        self.budget_gb = args.expert_cache_gb or geometry.default_budget_gb(self.sizes.bytes_per_value)
-        self.prompt = torch.tensor([random_ids(self.folder, PROMPT_TOKENS, 1000)], device=self.device)
-        self.script = random_ids(self.folder, args.tokens + 1, 7_000_000)
-        large = 2**31 if self.device.type == "cuda" else 2**24
-        self.rates = machine.bandwidths(self.device, self.sizes.expert_bytes, large)
-
-    def call(self, model: Any, tokens: int) -> tuple[float, list[int]]:
-        """Seconds to decode the script, and the tokens that greedy decoding wanted."""
-        script = Script(self.script)
-        machine.synchronize(self.device)
-        start = time.perf_counter()
-        model.generate(
-            input_ids=self.prompt,
-            attention_mask=torch.ones_like(self.prompt),
-            logits_processor=[script],
-            max_new_tokens=tokens,
-            min_new_tokens=tokens,
-            do_sample=False,
-            pad_token_id=0,
-        )
-        machine.synchronize(self.device)
-        return time.perf_counter() - start, script.predictions()
 
 
 def moved(model: Any) -> tuple[int, int]:
@@ -85,17 +40,17 @@ def moved(model: Any) -> tuple[int, int]:
     return experts, model.get_stream_stats()["filled_bytes"]
 
 
-def decode(bench: Bench, model: Any) -> dict[str, Any]:
+def decode(bench: PhiBench, model: Any) -> dict[str, Any]:
     """Seconds a decoded token, what moved for it, and the tokens wanted."""
-    tokens = bench.args.tokens
-    wanted = bench.call(model, tokens + 1)[1]
+    tokens, prompt, script = bench.args.tokens, bench.ids(PROMPT_TOKENS), Script(bench.script)
+    bench.call(model, prompt, tokens + 1, script)
     steps, experts, dense = [], [], []
     for _ in range(bench.args.repeats):
-        alone = bench.call(model, 1)[0]
+        alone = bench.call(model, prompt, 1)[0]
         before = moved(model)
-        again = bench.call(model, 1)[0]
+        again = bench.call(model, prompt, 1)[0]
         between = moved(model)
-        whole = bench.call(model, tokens + 1)[0]
+        whole = bench.call(model, prompt, tokens + 1)[0]
         after = moved(model)
         steps.append((whole - min(alone, again)) / tokens)
         for per_token, first, middle, last in zip((experts, dense), before, between, after, strict=True):
@@ -105,19 +60,16 @@ def decode(bench: Bench, model: Any) -> dict[str, Any]:
         "steps_s": steps,
         "missed_bytes": statistics.median(experts),
         "streamed_bytes": statistics.median(dense),
-        "wanted": wanted,
+        "wanted": script.predictions(),
     }
 
 
-def measure(bench: Bench, resident_gb: float | str, stream_from: str = "auto") -> dict[str, Any]:
+def measure(bench: PhiBench, budget_gb: float, resident_gb: float | str, stream_from: str = "auto") -> dict[str, Any]:
     """One model with so much of its layers resident, the others from there, and the floor of its decoded token."""
     from airllm import AutoModel
 
-    gc.collect()
-    if bench.device.type == "cuda":
-        torch.cuda.empty_cache()
-        torch.cuda.reset_peak_memory_stats()
-    keywords: dict[str, Any] = {"expert_cache_backend": "slot", "expert_cache_gb": bench.budget_gb}
+    bench.forget()
+    keywords: dict[str, Any] = {"expert_cache_backend": "slot", "expert_cache_gb": budget_gb}
     keywords |= {"resident_gb": resident_gb, "stream_from": stream_from}
     with AutoModel.from_pretrained(bench.folder, device=str(bench.device), dtype=bench.dtype, **keywords) as model:
         row = decode(bench, model)
@@ -152,12 +104,16 @@ def main(arguments: list[str] | None = None) -> int:
     parser.add_argument("--expert-cache-gb", type=float, help="default 0.75; tiny: 1.14 T")
     add_run_options(parser, tokens=32)
     args = parser.parse_args(arguments)
-    bench = Bench(args)
-    part_gb = args.resident_part * bench.layer_bytes / GIB
+    from airllm.inspect_model import inspect_folder
+
+    bench = bench_of(args)
+    layer_bytes = sum(inspect_folder(bench.folder).dense_layers)
+    budget_gb = args.expert_cache_gb or bench.geometry.default_budget_gb(bench.sizes.bytes_per_value)
+    part_gb = args.resident_part * layer_bytes / GIB
     runs = {
-        "dense weights held to a part, the others in host memory": measure(bench, part_gb, "host"),
-        "dense weights held to a part, the others read from the files": measure(bench, part_gb, "file"),
-        "all dense weights resident": measure(bench, "all"),
+        "dense weights held to a part, the others in host memory": measure(bench, budget_gb, part_gb, "host"),
+        "dense weights held to a part, the others read from the files": measure(bench, budget_gb, part_gb, "file"),
+        "all dense weights resident": measure(bench, budget_gb, "all"),
     }
     *parts, whole = (row.pop("wanted") for row in runs.values())
     result = {
@@ -166,9 +122,9 @@ def main(arguments: list[str] | None = None) -> int:
         "dtype": bench.dtype,
         "hardware": machine.hardware(bench.device),
         "bandwidths": bench.rates,
-        "expert_cache_gb": bench.budget_gb,
+        "expert_cache_gb": budget_gb,
         "resident_gb": part_gb,
-        "layer_dense_bytes": bench.layer_bytes,
+        "layer_dense_bytes": layer_bytes,
         "runs": runs,
         "tokens": floors.same_prefix(parts, [whole, whole]),
     }

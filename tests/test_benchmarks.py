@@ -340,8 +340,8 @@ def test_dense_streaming_runs_on_the_cpu_and_gives_the_tokens_of_the_resident_ru
 def test_dense_streaming_exits_1_when_the_tokens_differ(tmp_path, capsys, monkeypatch):
     honest = dense_streaming.measure
 
-    def wrong(bench, resident_gb, stream_from="auto"):
-        row = honest(bench, resident_gb, stream_from)
+    def wrong(bench, budget_gb, resident_gb, stream_from="auto"):
+        row = honest(bench, budget_gb, resident_gb, stream_from)
         return row if resident_gb == "all" else row | {"wanted": [-1, *row["wanted"][1:]]}
 
     monkeypatch.setattr(dense_streaming, "measure", wrong)
