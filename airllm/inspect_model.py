@@ -17,12 +17,13 @@ from typing import Any
 from transformers import PreTrainedModel
 
 from airllm.auto_model import model_class
-from airllm.checkpoint import CheckpointIndex
-from airllm.dense_budget import DensePlan, largest_that_fits, resident_gib
+from airllm.checkpoint import CheckpointIndex, has_bin_weights
+from airllm.dense_budget import DensePlan, largest_that_fits, plan_dense, resident_gib
 from airllm.errors import BudgetError, CheckpointError, UnsupportedModelError
 from airllm.experts.assembly import RESERVE_BYTES, kv_cache_bytes
 from airllm.experts.budget import SCRATCH_SLOTS, SlotPlan, plan_slots
 from airllm.experts.layout import ModelLayout
+from airllm.layer_files import is_usable, split_folder
 from airllm.layer_layout import plan_layers
 from airllm.quantised import quantisation_of
 from airllm.skeleton import build_skeleton, decoder_layers, load_config, resolve_dtype
@@ -88,9 +89,9 @@ class Inspection:
 
     def workspace_bytes(self, tokens: int) -> int:
         """Activations of one prompt, by the same estimate as expert_cache_gb="auto" (airllm.experts.assembly)."""
-        if self.experts is None or not self.hidden or not self.vocabulary:
+        if not self.hidden or not self.vocabulary:
             return 0
-        row = self.bytes_per_value * (12 * self.hidden + 2 * self.experts.widest)
+        row = self.bytes_per_value * (12 * self.hidden + (2 * self.experts.widest if self.experts is not None else 0))
         return tokens * row + self.vocabulary * (4 + self.bytes_per_value)
 
 
@@ -112,7 +113,7 @@ def inspect_folder(folder: str | Path) -> Inspection:
     """
     root = Path(folder)
     config = read_config(root)
-    index = CheckpointIndex.open(root)
+    index = _open_weights(root)
     text = config.get("text_config") or config
     dtypes: Counter[str] = Counter()
     item_bytes: Counter[int] = Counter()
@@ -139,6 +140,18 @@ def inspect_folder(folder: str | Path) -> Inspection:
         embedding_bytes=sum(e.nbytes for e in index.values() if _EMBEDDING_NAME.search(e.name)),
         **{"kv_bytes_per_token": kv_bytes_per_token(text, bytes_per_value), **weights},
     )
+
+
+def _open_weights(root: Path) -> CheckpointIndex:
+    """The weights' own files, or, where they are gone, those of the split within the folder."""
+    try:
+        return CheckpointIndex.open(root)
+    except CheckpointError:
+        split = split_folder(root)
+        if has_bin_weights(root) or not split.is_dir():
+            raise
+        is_usable(split, None)
+        return CheckpointIndex.open(split)
 
 
 def _weights(root: Path, index: CheckpointIndex) -> dict[str, Any]:
@@ -190,8 +203,10 @@ def read_config(root: Path) -> dict[str, Any]:
     try:
         content = json.loads(path.read_text(encoding="utf-8"))
     except FileNotFoundError:
+        what = "has no config.json" if root.is_dir() else "is no folder here"
         raise CheckpointError(
-            f"{root} has no config.json: give the folder of a checkpoint as transformers saves it"
+            f"{root} {what}: give the folder of a checkpoint as transformers saves it; one on the hub is downloaded first "
+            "(`hf download NAME --local-dir FOLDER`)"
         ) from None
     except (OSError, ValueError) as error:
         raise CheckpointError(f"{path} cannot be read as JSON ({error}): download it again") from error
@@ -225,20 +240,38 @@ def require_experts(inspection: Inspection) -> ExpertSizes:
     if inspection.experts is None:
         raise UnsupportedModelError(
             f"{inspection.folder} ({inspection.model_type}): slots need a mixture of experts that they can serve, and "
-            f"{inspection.no_slots}; leave --expert-cache-gb and --vram-gb out, and stream it"
+            f"{inspection.no_slots}; leave --expert-cache-gb out, and stream it"
         )
     return inspection.experts
 
 
-def beside_slots(inspection: Inspection, max_seq_len: int) -> dict[str, int]:
+def beside_weights(inspection: Inspection, max_seq_len: int) -> dict[str, int]:
     """What a card holds beside dense weights and slots, by the rule of expert_cache_gb="auto": name -> bytes."""
-    return {
+    parts = {
         f"KV cache for {max_seq_len} tokens": inspection.kv_bytes(max_seq_len),
         "activations": inspection.workspace_bytes(max_seq_len),
         "driver context": CONTEXT_BYTES,
         "reserve": RESERVE_BYTES,
-        "scratch slots": SCRATCH_SLOTS * require_experts(inspection).expert_bytes,
     }
+    if inspection.experts is not None:
+        parts["scratch slots"] = SCRATCH_SLOTS * inspection.experts.expert_bytes
+    return parts
+
+
+def streamed_on_card(inspection: Inspection, vram_bytes: int, max_seq_len: int) -> DensePlan:
+    """The most layers, experts and all, that stay on an empty card of `vram_bytes` while the others stream.
+
+    Raises BudgetError when not even the blocks that they stream through fit.
+    """
+    beside = sum(beside_weights(inspection, max_seq_len).values()) + inspection.rest_bytes
+    best = largest_that_fits(inspection.dense_layers, vram_bytes - beside)
+    if best is None:
+        need = beside + plan_dense(inspection.dense_layers, 0).device_bytes
+        raise BudgetError(
+            f"a card of {vram_bytes} B is too small to stream this model: weights outside the layers, KV cache for "
+            f"{max_seq_len} tokens, workspace and three blocks for layers need {need} B (one block with prefetching=False)"
+        )
+    return best
 
 
 def budget_for_card(inspection: Inspection, dense: DensePlan, vram_bytes: int, max_seq_len: int) -> int:
@@ -247,7 +280,7 @@ def budget_for_card(inspection: Inspection, dense: DensePlan, vram_bytes: int, m
     Raises BudgetError, with the --resident-gb that would do, when they hold less than one token's experts in one layer.
     """
     experts = require_experts(inspection)
-    beside = sum(beside_slots(inspection, max_seq_len).values())
+    beside = sum(beside_weights(inspection, max_seq_len).values())
     left = vram_bytes - beside - inspection.rest_bytes
     budget = left - dense.device_bytes
     one_token_bytes = experts.top_k * experts.expert_bytes

@@ -2,16 +2,19 @@
 
 from __future__ import annotations
 
-from airllm.dense_budget import DensePlan, plan_dense
-from airllm.experts.budget import GIB
+import math
+
+from airllm.dense_budget import DensePlan, plan_dense, resident_gib
+from airllm.experts.budget import GIB, SlotPlan
 from airllm.inspect_model import (
     ExpertSizes,
     Inspection,
     SlotOutlook,
-    beside_slots,
+    beside_weights,
     budget_for_card,
     require_experts,
     slot_outlook,
+    streamed_on_card,
     telling_budgets,
 )
 from airllm.streaming import HOST_BLOCKS
@@ -30,14 +33,17 @@ def describe(
     max_seq_len: int,
     resident_bytes: int | str | None = None,
 ) -> list[str]:
-    """The lines that `airllm inspect` prints. A budget or a card makes a dense model an UnsupportedModelError.
+    """The lines that `airllm inspect` prints. A budget makes a dense model an UnsupportedModelError, a card that is too small
+    any model a BudgetError.
 
     ``resident_bytes`` is what resident_gb says: None for its default, which is "all" beside slots and 0 for streaming.
     """
     lines = describe_files(found)
     streaming = plan_dense(found.dense_layers, resident_bytes or 0)
     lines += describe_streaming(found, streaming, link_bytes_per_s)
-    if found.experts is None and budget_bytes is None and vram_bytes is None:
+    if found.experts is None and budget_bytes is None and (vram_bytes is None or found.dense_layers):
+        if vram_bytes is not None:
+            lines += ["", *describe_streaming_card(found, vram_bytes, link_bytes_per_s, max_seq_len)]
         return [*lines, "", f"No slots, the model is streamed layer by layer: {found.no_slots}."]
     experts = require_experts(found)
     dense = plan_dense(found.dense_layers, "all" if resident_bytes is None else resident_bytes)
@@ -76,6 +82,16 @@ def describe_streaming(found: Inspection, plan: DensePlan, link_bytes_per_s: flo
         return ["  streaming       every layer has memory of its own: nothing crosses the link"] if stays else []
     rate = link_bytes_per_s / moved
     return [f"  streaming       {stays}{gib(moved)} a token; {link_bytes_per_s / 1e9:g} GB/s allow {rate:.3g} tokens/s"]
+
+
+def describe_streaming_card(found: Inspection, vram_bytes: int, link_bytes_per_s: float, max_seq_len: int) -> list[str]:
+    """How many layers may stay on an empty card, and what then crosses the link."""
+    plan = streamed_on_card(found, vram_bytes, max_seq_len)
+    parts = {"weights outside the layers": found.rest_bytes} | beside_weights(found, max_seq_len)
+    lines = [f"  card            {gib(vram_bytes)}"]
+    lines += [f"                  - {gib(nbytes)} {name}" for name, nbytes in parts.items()]
+    keyword = "all" if not plan.streamed else f"{resident_gib(plan):g}"
+    return [*lines, f"  --resident-gb {keyword} fits", *describe_streaming(found, plan, link_bytes_per_s)]
 
 
 def describe_dense(found: Inspection, plan: DensePlan) -> list[str]:
@@ -121,9 +137,18 @@ def describe_card(
     if dense.ring:
         parts["blocks that layers stream through"] = dense.ring_bytes
     lines = [f"  card            {gib(vram_bytes)}"]
-    parts |= beside_slots(found, max_seq_len)
+    parts |= beside_weights(found, max_seq_len)
     lines += [f"                  - {gib(nbytes)} {name}" for name, nbytes in parts.items()]
     return [*lines, f"                  = {budget_bytes / GIB:.3f} GiB for slots", ""]
+
+
+def budget_gib(plan: SlotPlan) -> str:
+    """The budget in GiB, rounded up to as few digits as still give as many slots."""
+    for digits in range(4, 17):
+        scaled = math.ceil(plan.budget_bytes / GIB * 10**digits) / 10**digits
+        if int(scaled * GIB) // plan.expert_bytes == plan.budget_bytes // plan.expert_bytes:
+            return f"{scaled:.{digits}f}"
+    return f"{plan.budget_bytes / GIB!r}"
 
 
 def slot_table(outlooks: list[SlotOutlook], link_bytes_per_s: float) -> list[str]:
@@ -134,7 +159,7 @@ def slot_table(outlooks: list[SlotOutlook], link_bytes_per_s: float) -> list[str
     for o in outlooks:
         estimate = "no misses" if o.tokens_per_s_estimated is None else f"{o.tokens_per_s_estimated:.3g} tok/s"
         lines.append(
-            f"  {o.plan.budget_bytes / GIB:>15.4f}  {o.plan.slots:>5}  {o.plan.scratch:>7}  {o.plan.slots / o.per_token:>4.2f}"
+            f"  {budget_gib(o.plan):>15}  {o.plan.slots:>5}  {o.plan.scratch:>7}  {o.plan.slots / o.per_token:>4.2f}"
             f"  {o.tokens_per_s_all_missed:>5.3g} tok/s  {estimate:>11} at {o.uniform_hit_rate:.2f}"
         )
     return lines

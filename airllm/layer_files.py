@@ -75,11 +75,15 @@ def find_or_create_split(
     progress: bool = True,
 ) -> Path:
     """The work of ``split_and_save_layers`` on a local folder. A valid split is used without writing anything."""
+    from airllm import tiny_model_path
+
     folder = Path(checkpoint_path)
     if not folder.is_dir():
         raise CheckpointError(f"{folder} is not a folder: give the folder that holds config.json and the weights")
     if compression is not None and compression not in KINDS:
         raise OptionError(f"compression={compression!r} is unknown: use {' or '.join(KINDS)}, or leave it out")
+    if delete_original and folder.resolve() == tiny_model_path().resolve():
+        raise OptionError(f"delete_original would remove what comes with airllm itself: copy {folder} and split the copy")
     target = split_folder(folder, layer_shards_saving_path, splitted_model_dir_name, compression)
     source = _open_source(folder, target)
     if source is None or not delete_original:

@@ -25,7 +25,8 @@ INTRODUCTION = """# Model families on slots
 One row for each modelling file of transformers that has experts. *exact*: a tiny random model, built and saved by transformers
 itself, loaded with `AutoModel.from_pretrained(..., expert_cache_backend="slot")` on the CPU, gives the same logits, bit for
 bit, as transformers with `experts_implementation="eager"`, and the same greedy tokens, at three budgets: the experts of one
-token, one more, all. *refused*: an error that says why, before any weight is read; such a model can be streamed.
+token, one more, all. *refused*: an error that says why, before any weight is read; such a model can be streamed, unless
+transformers has no class for it that generates text from token ids alone.
 
 *device engine*: `expert_cache_engine="device"` serves every decoded token of that model and gives the same greedy tokens; tried
 in float32 with its twins in plain torch. Otherwise the reason why the plain engine serves it, by the newest transformers.
@@ -76,13 +77,15 @@ def document(results: list[dict[str, Any]]) -> str:
 def section(result: dict[str, Any]) -> str:
     """What stands between the README's markers: the newest transformers' models."""
     exact = ", ".join(row["folder"] for row in result["rows"] if row["outcome"] == "exact")
-    others = ", ".join(row["folder"] for row in result["rows"] if row["outcome"] != "exact")
+    others = [row for row in result["rows"] if row["outcome"] != "exact"]
+    streamed = ", ".join(row["folder"] for row in others if row["model_class"])
+    unknown = ", ".join(row["folder"] for row in others if not row["model_class"])
     served = [row["folder"] for row in result["rows"] if row.get("device_engine") == "yes"]
     return (
         f"Bit for bit on transformers {result['transformers']} ({counts(result).partition(': ')[2]} modelling files with "
         f"experts): {exact}.\n\n`expert_cache_engine=\"device\"` serves {len(served)} of these: {', '.join(served)}.\n\n"
-        f"Not served, and streamed: {others}. [docs/FAMILIES.md](docs/FAMILIES.md) has how it was tried, "
-        "and the reasons."
+        f"Not served, and streamed: {streamed}. Not loaded at all, since transformers has no class for them that generates "
+        f"text from tokens alone: {unknown}. [docs/FAMILIES.md](docs/FAMILIES.md) has how it was tried, and the reasons."
     )
 
 

@@ -9,6 +9,7 @@ memory, which is what a device="cpu" run pays for a miss.
 
 from __future__ import annotations
 
+import argparse
 import os
 import platform
 import resource
@@ -270,7 +271,9 @@ def pick_device(name: str | None) -> torch.device:
 
 
 def main() -> None:
-    device = pick_device(sys.argv[1] if len(sys.argv) > 1 else None)
+    parser = argparse.ArgumentParser(description="This machine, and the bandwidths of its memories and of the link to its GPU.")
+    parser.add_argument("device", nargs="?", help="default: a GPU if there is one")
+    device = pick_device(parser.parse_args().device)
     peak = PeakMemory()
     for name, value in hardware(device).items():
         print(f"{name:>40}  {value}")

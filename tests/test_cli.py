@@ -19,7 +19,10 @@ sys.path.insert(0, str(ROOT))
 import airllm  # noqa: E402
 from airllm import cli, demo, inspect_model  # noqa: E402
 from airllm.dense_budget import plan_dense  # noqa: E402
-from airllm.errors import BudgetError  # noqa: E402
+from airllm.errors import BudgetError, CheckpointError  # noqa: E402
+from airllm.experts.budget import plan_slots  # noqa: E402
+from airllm.inspect_text import budget_gib  # noqa: E402
+from airllm.layer_files import find_or_create_split  # noqa: E402
 from airllm.token_clock import TokenClock  # noqa: E402
 from benchmarks.build_checkpoint import DTYPES, build, safetensors_header, shards, tensors, write_json  # noqa: E402
 from benchmarks.geometry import GEOMETRIES, Geometry  # noqa: E402
@@ -253,6 +256,56 @@ def test_every_resident_gb_that_inspect_names_leaves_room_for_one_tokens_experts
         held = plan_dense(found.dense_layers, int(float(text) * 2**30))
         assert one_token <= inspect_model.budget_for_card(found, held, vram, 512) < one_token + found.dense_layers[0]
     assert len(named) > 5
+
+
+@pytest.fixture
+def dense_model(tmp_path):
+    from transformers import LlamaConfig, LlamaForCausalLM
+
+    config = LlamaConfig(hidden_size=64, intermediate_size=96, num_hidden_layers=6, num_attention_heads=4, vocab_size=256)
+    LlamaForCausalLM(config).to(torch.bfloat16).save_pretrained(tmp_path / "dense")
+    return tmp_path / "dense"
+
+
+def test_inspect_says_of_a_dense_model_what_fits_a_card(dense_model):
+    found = inspect_model.inspect_folder(dense_model)
+    layer = found.dense_layers[0]
+    beside = sum(inspect_model.beside_weights(found, 512).values()) + found.rest_bytes
+    for layers_of_room, stay in ((3, 0), (4, 1), (5, 2), (6, 6), (60, 6)):
+        card = (beside + layers_of_room * layer + 1) / 2**30
+        result = command("inspect", dense_model, "--vram-gb", f"{card:.12f}")
+        assert result.exit_code == 0, result.output
+        named = re.search(r"--resident-gb (\S+) fits", result.output)[1]
+        assert plan_dense(found.dense_layers, "all" if named == "all" else int(float(named) * 2**30)).resident == stay
+    result = command("inspect", dense_model, "--vram-gb", f"{(beside + 3 * layer - 1) / 2**30:.12f}")
+    assert result.exit_code == 1 and "too small to stream this model" in result.output
+    assert f"{beside + 3 * layer} B" in result.output
+
+
+def test_inspect_reads_a_split_whose_original_is_gone(dense_model):
+    before = inspect_model.inspect_folder(dense_model)
+    find_or_create_split(dense_model, delete_original=True)
+    assert not list(dense_model.glob("*.safetensors"))
+    after = inspect_model.inspect_folder(dense_model)
+    assert after.dense_layers == before.dense_layers
+    assert (after.rest_bytes, after.total_bytes) == (before.rest_bytes, before.total_bytes)
+    next(dense_model.glob("splitted_model/*.safetensors")).unlink()
+    with pytest.raises(CheckpointError):
+        inspect_model.inspect_folder(dense_model)
+
+
+def test_inspect_of_a_name_on_the_hub_says_to_download_it():
+    result = command("inspect", "Qwen/Qwen3-30B-A3B")
+    assert result.exit_code == 1 and "no folder here" in result.output and "hf download" in result.output
+
+
+@pytest.mark.parametrize("slots", [2, 12, 63, 64, 73, 512])
+@pytest.mark.parametrize("expert_bytes", [61_440, 11_010_048, 157_286_400])
+def test_a_budget_that_inspect_prints_gives_the_slots_beside_it(slots, expert_bytes):
+    plan = plan_slots(budget_bytes=slots * expert_bytes, expert_bytes=expert_bytes, total_experts=512, top_k=2)
+    text = budget_gib(plan)
+    again = plan_slots(budget_bytes=int(float(text) * 2**30), expert_bytes=expert_bytes, total_experts=512, top_k=2)
+    assert again.slots == slots and len(text) < 12
 
 
 def test_inspect_counts_streamed_dense_weights_against_the_link(phi_tiny):

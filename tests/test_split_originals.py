@@ -9,8 +9,9 @@ from typing import Any
 import pytest
 from split_checkpoints import assert_same, read_split, tensors, write_airllm_split, write_bin, write_safetensors
 
+import airllm
 from airllm import layer_files, split_originals
-from airllm.errors import CheckpointError
+from airllm.errors import CheckpointError, OptionError
 from airllm.layer_files import find_or_create_split
 from airllm.split_manifest import MANIFEST
 
@@ -36,6 +37,25 @@ def test_ordinary_weight_files_go_and_all_other_files_stay(tmp_path: Path, write
     assert gone == {f"model/{name}" for name in weights}
     assert_same(read_split(target), tensors())
     assert split(folder, delete_original=True) == target == split(folder)  # the split stands for the weights now
+
+
+def test_what_is_removed_is_said_with_its_bytes(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    folder = write_safetensors(tmp_path / "model")
+    nbytes = sum(path.stat().st_size for path in folder.glob("*.safetensors"))
+    with caplog.at_level("WARNING"):
+        split(folder, delete_original=True)
+    assert f"{nbytes} B in all" in caplog.text and "model-00001" in caplog.text
+
+
+def test_what_comes_with_the_package_is_not_removed(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    shipped = write_safetensors(tmp_path / "shipped")
+    monkeypatch.setattr(airllm, "tiny_model_path", lambda: shipped)
+    before = everything(tmp_path)
+    (tmp_path / "link").symlink_to(shipped)
+    for folder in (shipped, tmp_path / "link"):
+        with pytest.raises(OptionError, match="comes with airllm itself"):
+            split(folder, delete_original=True)
+    assert everything(tmp_path) == before
 
 
 def test_a_safetensors_file_that_the_index_does_not_name_stays(tmp_path: Path) -> None:
