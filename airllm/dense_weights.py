@@ -5,6 +5,7 @@ What experts slots hold is not read here. Without slots experts are dense weight
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Collection
 
 import torch
@@ -22,6 +23,8 @@ from airllm.profiler import progress_bar
 from airllm.skeleton import assert_no_meta, decoder_layers, load_resident, move_buffers, tie_weights
 from airllm.streaming import LayerStreamer
 from airllm.weight_map import WeightMap
+
+log = logging.getLogger(__name__)
 
 HOST_RESERVE_BYTES = 2 << 30
 """Left to other programs when layers are kept in host memory unasked."""
@@ -76,6 +79,9 @@ class DenseWeights:
             without=in_slots,
         )
         self.plan, self._of_layers = streamer.plan, streamer.names
+        asked = options.resident_bytes
+        if isinstance(asked, int) and asked > 0 and self.plan.layers and self.plan.resident == 0:
+            log.warning("resident_gb: no layer stays in %d B, the first one has %d B", asked, self.plan.layers[0])
         self.streamer: LayerStreamer | None = streamer if self.plan.streamed or not in_slots else None
         streamer.in_host_memory, streamer.source_reason = self._keep_in_host_memory(bank_bytes)
 

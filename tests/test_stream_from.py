@@ -228,6 +228,17 @@ def test_experts_in_slots_refuse_gradients_with_all_dense_weights_resident(folde
             model.model(inputs_embeds=embedded)
 
 
+@pytest.mark.parametrize(("layers", "warned"), [(0, False), (0.99, True), (1, False)])
+def test_a_resident_gb_that_holds_no_layer_is_said(
+    layers: float, warned: bool, folder: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    with load(folder) as model:
+        first = model._streamer.plan.layers[0]
+    with load(folder, resident_gb=layers * first / 2**30) as model:
+        assert model._streamer.plan.resident == int(layers)
+    assert (f"the first one has {first} B" in caplog.text) is warned
+
+
 @pytest.mark.parametrize("value", ["disk", 1, True])
 def test_a_wrong_source_is_refused(value: Any, folder: Path) -> None:
     with pytest.raises(OptionError, match="stream_from must be 'auto' or 'file' or 'host'"):
