@@ -83,6 +83,11 @@ def test_an_expert_chosen_twice_by_one_token_is_added_twice(choices: list[int]) 
     rig = Rig(3, dtype=torch.bfloat16)
     for _ in range(2):
         hidden, _, weights = rig.draw(1)
+        try:
+            rig.expected(1, hidden, torch.tensor([choices]), weights)
+        except RuntimeError:
+            assert EXPERTS in choices
+            pytest.skip("this release of transformers refuses the id after the last expert")
         rig.call(1, hidden, torch.tensor([choices]), weights)
 
 
