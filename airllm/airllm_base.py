@@ -15,8 +15,8 @@ from airllm import guard
 from airllm.checkpoint import CheckpointIndex, TensorReader, has_bin_weights
 from airllm.compression import open_compressed
 from airllm.dense_weights import DenseWeights, dense_resident_bytes
-from airllm.errors import CheckpointError, UnsupportedModelError
-from airllm.layer_files import find_or_create_split, split_folder
+from airllm.errors import UnsupportedModelError
+from airllm.layer_files import find_or_create_split, open_unsplit
 from airllm.locate import locate
 from airllm.options import DEFAULT_DEVICE, Options, parse_options
 from airllm.profiler import LayeredProfiler
@@ -178,12 +178,9 @@ class AirLLMBaseModel(SlotBackend):
         options, folder = self.options, self.model_local_path
         asked = options.layer_shards_saving_path or options.compression or options.delete_original
         if not asked and not has_bin_weights(folder):
-            try:
-                return CheckpointIndex.open(folder), TensorReader()
-            except CheckpointError:
-                if not split_folder(folder, None).is_dir():
-                    raise
-                log.info("%s has no whole weights of its own: its split is looked at", folder)
+            index = open_unsplit(folder)
+            self.checkpoint_path = index.folder
+            return index, TensorReader()
         self.checkpoint_path = find_or_create_split(
             folder,
             options.layer_shards_saving_path,

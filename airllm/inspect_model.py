@@ -17,13 +17,13 @@ from typing import Any
 from transformers import PreTrainedModel
 
 from airllm.auto_model import model_class
-from airllm.checkpoint import CheckpointIndex, has_bin_weights
+from airllm.checkpoint import CheckpointIndex
 from airllm.dense_budget import DensePlan, largest_that_fits, plan_dense, resident_gib
 from airllm.errors import BudgetError, CheckpointError, UnsupportedModelError
 from airllm.experts.assembly import RESERVE_BYTES, kv_cache_bytes
 from airllm.experts.budget import SCRATCH_SLOTS, SlotPlan, plan_slots
 from airllm.experts.layout import ModelLayout
-from airllm.layer_files import is_usable, split_folder
+from airllm.layer_files import open_unsplit
 from airllm.layer_layout import plan_layers
 from airllm.quantised import quantisation_of
 from airllm.skeleton import build_skeleton, decoder_layers, load_config, resolve_dtype
@@ -113,7 +113,7 @@ def inspect_folder(folder: str | Path) -> Inspection:
     """
     root = Path(folder)
     config = read_config(root)
-    index = _open_weights(root)
+    index = open_unsplit(root)
     text = config.get("text_config") or config
     dtypes: Counter[str] = Counter()
     item_bytes: Counter[int] = Counter()
@@ -140,18 +140,6 @@ def inspect_folder(folder: str | Path) -> Inspection:
         embedding_bytes=sum(e.nbytes for e in index.values() if _EMBEDDING_NAME.search(e.name)),
         **{"kv_bytes_per_token": kv_bytes_per_token(text, bytes_per_value), **weights},
     )
-
-
-def _open_weights(root: Path) -> CheckpointIndex:
-    """The weights' own files, or, where they are gone, those of the split within the folder."""
-    try:
-        return CheckpointIndex.open(root)
-    except CheckpointError:
-        split = split_folder(root)
-        if has_bin_weights(root) or not split.is_dir():
-            raise
-        is_usable(split, None)
-        return CheckpointIndex.open(split)
 
 
 def _weights(root: Path, index: CheckpointIndex) -> dict[str, Any]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Mapping
 
 from airllm.dense_budget import DensePlan, plan_dense, resident_gib
 from airllm.experts.budget import GIB, SlotPlan
@@ -88,10 +89,9 @@ def describe_streaming_card(found: Inspection, vram_bytes: int, link_bytes_per_s
     """How many layers may stay on an empty card, and what then crosses the link."""
     plan = streamed_on_card(found, vram_bytes, max_seq_len)
     parts = {"weights outside the layers": found.rest_bytes} | beside_weights(found, max_seq_len)
-    lines = [f"  card            {gib(vram_bytes)}"]
-    lines += [f"                  - {gib(nbytes)} {name}" for name, nbytes in parts.items()]
     keyword = "all" if not plan.streamed else f"{resident_gib(plan):g}"
-    return [*lines, f"  --resident-gb {keyword} fits", *describe_streaming(found, plan, link_bytes_per_s)]
+    lines = [*card_lines(vram_bytes, parts), f"  --resident-gb {keyword} fits"]
+    return lines + describe_streaming(found, plan, link_bytes_per_s)
 
 
 def describe_dense(found: Inspection, plan: DensePlan) -> list[str]:
@@ -136,10 +136,16 @@ def describe_card(
     parts = {"dense weights": found.rest_bytes + dense.resident_bytes}
     if dense.ring:
         parts["blocks that layers stream through"] = dense.ring_bytes
-    lines = [f"  card            {gib(vram_bytes)}"]
     parts |= beside_weights(found, max_seq_len)
-    lines += [f"                  - {gib(nbytes)} {name}" for name, nbytes in parts.items()]
-    return [*lines, f"                  = {budget_bytes / GIB:.3f} GiB for slots", ""]
+    return [*card_lines(vram_bytes, parts), f"                  = {budget_bytes / GIB:.3f} GiB for slots", ""]
+
+
+def card_lines(vram_bytes: int, parts: Mapping[str, int]) -> list[str]:
+    """A card and what lies on it, by name."""
+    return [
+        f"  card            {gib(vram_bytes)}",
+        *(f"                  - {gib(nbytes)} {name}" for name, nbytes in parts.items()),
+    ]
 
 
 def budget_gib(plan: SlotPlan) -> str:

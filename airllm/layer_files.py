@@ -100,6 +100,17 @@ def find_or_create_split(
     return target
 
 
+def open_unsplit(folder: Path) -> CheckpointIndex:
+    """The safetensors weights of ``folder`` as they are or, where they are gone, its split. Writes nothing."""
+    try:
+        return CheckpointIndex.open(folder)
+    except CheckpointError:
+        if has_bin_weights(folder) or not split_folder(folder).is_dir():
+            raise
+        log.info("%s has no whole weights of its own: its split is looked at", folder)
+    return CheckpointIndex.open(find_or_create_split(folder))
+
+
 def split_folder(
     folder: Path,
     saving_path: str | os.PathLike[str] | None = None,

@@ -38,15 +38,12 @@ def delete_originals(source: SplitSource, target: Path) -> list[Path]:
     manifest.removed = [path.relative_to(source.folder).as_posix() for path in source.files]
     manifest.write(target)
     gone: list[Path] = []
-    nbytes = sum(path.stat().st_size for path in source.files)
+    sizes = {each: each.lstat().st_size for path in source.files for each in (path, path.resolve())}
     for path in source.files:
         gone += _remove(path)
-    log.warning("delete_original: removed %s (%d B in all; the split is %s)", _names(gone), nbytes if gone else 0, target)
+    names, nbytes = ", ".join(map(str, gone)) or "nothing", sum(sizes[path] for path in gone)
+    log.warning("delete_original: removed %s (%d B in all; the split is %s)", names, nbytes, target)
     return gone
-
-
-def _names(paths: list[Path]) -> str:
-    return ", ".join(map(str, paths)) or "nothing"
 
 
 def _remove(path: Path) -> list[Path]:

@@ -39,6 +39,7 @@ from benchmarks.routing_traces import read_trace  # noqa: E402
 
 PROMPT_TOKENS = 32
 REPLAYED_TOKENS = 384
+_COUNTED = ("h2d_bytes", "hits", "misses")
 
 
 class Bench:
@@ -48,7 +49,8 @@ class Bench:
         self.args, self.device, self.dtype, self.folder = args, device, dtype, folder
         from airllm.inspect_model import inspect_folder
 
-        self.sizes = Sizes.of(inspect_folder(self.folder), self.dtype)
+        self.found = inspect_folder(self.folder)
+        self.sizes = Sizes.of(self.found, self.dtype)
         self.script = random_ids(self.folder, args.tokens + 1, 7_000_000)
         large = 2**31 if self.device.type == "cuda" else 2**24
         self.rates = machine.bandwidths(self.device, self.sizes.expert_bytes, large)
@@ -100,6 +102,23 @@ class Bench:
         return time.perf_counter() - start, out
 
 
+    def steps(
+        self, model: Any, ids: torch.Tensor, counters: Callable[[], dict[str, float]]
+    ) -> tuple[list[float], list[dict[str, float]]]:
+        """Of each repeat: seconds a decoded token, and what all of them added to the counters, less what the prompt adds."""
+        seconds, added, tokens = [], [], self.args.tokens
+        for _ in range(self.args.repeats):
+            alone = self.call(model, ids, 1)[0]
+            before = counters()
+            again = self.call(model, ids, 1)[0]
+            between = counters()
+            whole = self.call(model, ids, tokens + 1)[0]
+            after = counters()
+            seconds.append((whole - min(alone, again)) / tokens)
+            added.append({name: after[name] - 2 * between[name] + before[name] for name in after})
+        return seconds, added
+
+
 class PhiBench(Bench):
     """A PhiMoE of a known geometry."""
 
@@ -112,19 +131,9 @@ def decode(bench: Bench, model: Any, batch: int = 1) -> dict[str, Any]:
     """Seconds a step of ``batch`` tokens, and what moved in it."""
     ids, tokens = bench.ids(PROMPT_TOKENS, batch), bench.args.tokens
     bench.call(model, ids, tokens)
-    steps, moved, hits, misses = [], [], 0, 0
-    for _ in range(bench.args.repeats):
-        alone = bench.call(model, ids, 1)[0]
-        before = model.get_expert_cache_stats()
-        start = bench.call(model, ids, 1)
-        between = model.get_expert_cache_stats()
-        whole = bench.call(model, ids, tokens + 1)[0]
-        after = model.get_expert_cache_stats()
-        steps.append((whole - min(alone, start[0])) / tokens)
-        prompt = between["h2d_bytes"] - before["h2d_bytes"]
-        moved.append((after["h2d_bytes"] - between["h2d_bytes"] - prompt) / tokens)
-        hits += after["hits"] - 2 * between["hits"] + before["hits"]
-        misses += after["misses"] - 2 * between["misses"] + before["misses"]
+    steps, counted = bench.steps(model, ids, lambda: {k: model.get_expert_cache_stats()[k] for k in _COUNTED})
+    after, moved = model.get_expert_cache_stats(), [each["h2d_bytes"] / tokens for each in counted]
+    hits, misses = (sum(each[name] for each in counted) for name in ("hits", "misses"))
     return {"step_s": statistics.median(steps), "steps_s": steps, "moved_bytes": statistics.median(moved)} | {
         "hit_rate": hits / (hits + misses) if hits + misses else None,
         "slots": after["slot_count"],
@@ -310,12 +319,15 @@ def as_text(result: dict[str, Any]) -> Iterator[str]:
         yield f"  error against float32, {name}: mean {row['mean']:.2e}, largest {row['largest']:.2e}"
 
 
-def bench_of(args: argparse.Namespace) -> PhiBench:
+def bench_of(args: argparse.Namespace, layers: int | None = None) -> PhiBench:
+    """The bench of ``args.geometry``, cut to so many layers. ``args.expert_cache_gb`` gets its default where none was given."""
     device = machine.pick_device(args.device)
     dtype = "float16" if device.type == "cuda" else "float32"
-    geometry = GEOMETRIES[args.geometry].cut(getattr(args, "layers", None))
+    geometry = GEOMETRIES[args.geometry].cut(layers)
     folder = ensure(args.work_dir / f"{geometry.name}-{dtype}", geometry, dtype, 0)
-    return PhiBench(args, device, dtype, folder, geometry)
+    bench = PhiBench(args, device, dtype, folder, geometry)
+    args.expert_cache_gb = args.expert_cache_gb or geometry.default_budget_gb(bench.sizes.bytes_per_value)
+    return bench
 
 
 def add_run_options(parser: argparse.ArgumentParser, tokens: int) -> None:
@@ -336,8 +348,7 @@ def main(arguments: list[str] | None = None) -> int:
     parser.add_argument("--prompt-tokens", type=int, nargs="*", default=[512, 4096])
     parser.add_argument("--sections", default="kernels,decoding,routing,prompts,logits_error", help="comma-separated")
     args = parser.parse_args(arguments)
-    bench = bench_of(args)
-    args.expert_cache_gb = args.expert_cache_gb or bench.geometry.default_budget_gb(bench.sizes.bytes_per_value)
+    bench = bench_of(args, args.layers)
     result: dict[str, Any] = {"benchmark": "decode_engine", "geometry": bench.geometry.name, "dtype": bench.dtype}
     result |= {"hardware": machine.hardware(bench.device), "bandwidths": bench.rates, "budget_gb": args.expert_cache_gb}
     for name in args.sections.split(","):

@@ -31,35 +31,25 @@ from benchmarks.decode_engine import PROMPT_TOKENS, PhiBench, add_run_options, b
 from benchmarks.geometry import GEOMETRIES, GIB  # noqa: E402
 
 
-def moved(model: Any) -> tuple[int, int]:
+def moved(model: Any) -> dict[str, float]:
     """Bytes so far: of experts over the link, of dense weights into the ring, once what is read ahead has arrived."""
     experts, streamer = model.get_expert_cache_stats()["h2d_bytes"], model._streamer
     if streamer is None:
-        return experts, 0
+        return {"experts": experts, "dense": 0}
     wait([fill for fill in streamer._fills if fill is not None])
-    return experts, model.get_stream_stats()["filled_bytes"]
+    return {"experts": experts, "dense": model.get_stream_stats()["filled_bytes"]}
 
 
 def decode(bench: PhiBench, model: Any) -> dict[str, Any]:
     """Seconds a decoded token, what moved for it, and the tokens wanted."""
     tokens, prompt, script = bench.args.tokens, bench.ids(PROMPT_TOKENS), Script(bench.script)
     bench.call(model, prompt, tokens + 1, script)
-    steps, experts, dense = [], [], []
-    for _ in range(bench.args.repeats):
-        alone = bench.call(model, prompt, 1)[0]
-        before = moved(model)
-        again = bench.call(model, prompt, 1)[0]
-        between = moved(model)
-        whole = bench.call(model, prompt, tokens + 1)[0]
-        after = moved(model)
-        steps.append((whole - min(alone, again)) / tokens)
-        for per_token, first, middle, last in zip((experts, dense), before, between, after, strict=True):
-            per_token.append((last - 2 * middle + first) / tokens)
+    steps, added = bench.steps(model, prompt, lambda: moved(model))
     return {
         "step_s": statistics.median(steps),
         "steps_s": steps,
-        "missed_bytes": statistics.median(experts),
-        "streamed_bytes": statistics.median(dense),
+        "missed_bytes": statistics.median(each["experts"] / tokens for each in added),
+        "streamed_bytes": statistics.median(each["dense"] / tokens for each in added),
         "wanted": script.predictions(),
     }
 
@@ -104,11 +94,8 @@ def main(arguments: list[str] | None = None) -> int:
     parser.add_argument("--expert-cache-gb", type=float, help="default 0.75; tiny: 1.14 T")
     add_run_options(parser, tokens=32)
     args = parser.parse_args(arguments)
-    from airllm.inspect_model import inspect_folder
-
     bench = bench_of(args)
-    layer_bytes = sum(inspect_folder(bench.folder).dense_layers)
-    budget_gb = args.expert_cache_gb or bench.geometry.default_budget_gb(bench.sizes.bytes_per_value)
+    layer_bytes, budget_gb = sum(bench.found.dense_layers), args.expert_cache_gb
     part_gb = args.resident_part * layer_bytes / GIB
     runs = {
         "dense weights held to a part, the others in host memory": measure(bench, budget_gb, part_gb, "host"),

@@ -50,17 +50,17 @@ def counts(result: dict[str, Any]) -> str:
     return f"transformers {result['transformers']}, {result['dtype']}: {said} of {len(outcomes)}"
 
 
-def served(result: dict[str, Any]) -> str:
-    """How many the device engine serves, where that was tried."""
-    tried = [row["device_engine"] for row in result["rows"] if row.get("device_engine")]
-    return f"; the device engine serves {tried.count('yes')}" if tried else ""
+def served(result: dict[str, Any]) -> list[str]:
+    """Which the device engine serves; none where that was not tried."""
+    return [row["folder"] for row in result["rows"] if row.get("device_engine") == "yes"]
 
 
 def document(results: list[dict[str, Any]]) -> str:
     """All of docs/FAMILIES.md."""
     versions = [f"{result['transformers']} {result['dtype']}" for result in results]
     by_folder = [{row["folder"]: row for row in result["rows"]} for result in results]
-    lines = [INTRODUCTION, *(f"* {counts(result)}{served(result)}" for result in results), ""]
+    heads = [counts(each) + (f"; the device engine serves {len(served(each))}" if served(each) else "") for each in results]
+    lines = [INTRODUCTION, *(f"* {head}" for head in heads), ""]
     lines += [f"| modelling file | class | {' | '.join(versions)} | why not | device engine |"]
     lines += ["|---" * (len(versions) + 4) + "|"]
     for folder in sorted({name for rows in by_folder for name in rows}):
@@ -80,10 +80,10 @@ def section(result: dict[str, Any]) -> str:
     others = [row for row in result["rows"] if row["outcome"] != "exact"]
     streamed = ", ".join(row["folder"] for row in others if row["model_class"])
     unknown = ", ".join(row["folder"] for row in others if not row["model_class"])
-    served = [row["folder"] for row in result["rows"] if row.get("device_engine") == "yes"]
+    by_engine = served(result)
     return (
         f"Bit for bit on transformers {result['transformers']} ({counts(result).partition(': ')[2]} modelling files with "
-        f"experts): {exact}.\n\n`expert_cache_engine=\"device\"` serves {len(served)} of these: {', '.join(served)}.\n\n"
+        f"experts): {exact}.\n\n`expert_cache_engine=\"device\"` serves {len(by_engine)} of these: {', '.join(by_engine)}.\n\n"
         f"Not served, and streamed: {streamed}. Not loaded at all, since transformers has no class for them that generates "
         f"text from tokens alone: {unknown}. [docs/FAMILIES.md](docs/FAMILIES.md) has how it was tried, and the reasons."
     )

@@ -294,6 +294,17 @@ def test_inspect_reads_a_split_whose_original_is_gone(dense_model):
         inspect_model.inspect_folder(dense_model)
 
 
+def test_inspect_of_a_damaged_checkpoint_with_a_split_refuses_as_loading_does(dense_model):
+    find_or_create_split(dense_model)
+    weights = next(dense_model.glob("*.safetensors"))
+    weights.write_bytes(weights.read_bytes()[:-8])
+    with pytest.raises(CheckpointError) as loading:
+        airllm.AutoModel.from_pretrained(dense_model, device="cpu")
+    with pytest.raises(CheckpointError) as inspecting:
+        inspect_model.inspect_folder(dense_model)
+    assert str(inspecting.value) == str(loading.value)
+
+
 def test_inspect_of_a_name_on_the_hub_says_to_download_it():
     result = command("inspect", "Qwen/Qwen3-30B-A3B")
     assert result.exit_code == 1 and "no folder here" in result.output and "hf download" in result.output
