@@ -47,9 +47,9 @@ def tokens_of(model: object, texts: list[torch.Tensor], new: int, **more: object
 
 
 @cache
-def oracle(device: str, dtype: torch.dtype) -> Any:
-    path = airllm.tiny_model_path()
-    return AutoModelForCausalLM.from_pretrained(path, dtype=dtype, experts_implementation="eager").to(device)
+def oracle(device: str, dtype: torch.dtype, attention: str = "sdpa") -> Any:
+    options = {"dtype": dtype, "experts_implementation": "eager", "attn_implementation": attention}
+    return AutoModelForCausalLM.from_pretrained(airllm.tiny_model_path(), **options).to(device)
 
 
 @cache
@@ -59,6 +59,17 @@ def asked(device: str, dtype: torch.dtype, count: int, new: int) -> tuple[list[t
     texts = [tokenizer(text, return_tensors="pt")["input_ids"].to(device) for text in PROMPTS[:count]]
     said = tokens_of(oracle(device, dtype), texts, new, output_logits=True, return_dict_in_generate=True)
     return texts, [each.sequences for each in said], [each.logits for each in said]
+
+
+@cache
+def unlike_itself(device: str, dtype: torch.dtype, count: int, new: int) -> int:
+    """On how many of the prompts transformers goes on otherwise when nothing but its attention is implemented otherwise."""
+    texts, usual, _ = asked(device, dtype, count, new)
+    return sum(map(different, usual, tokens_of(oracle(device, dtype, "eager"), texts, new)))
+
+
+def different(mine: torch.Tensor, theirs: torch.Tensor) -> bool:
+    return not torch.equal(mine, theirs)
 
 
 def rounding_decides(context: torch.Tensor, mine: int, theirs: int, logits: torch.Tensor) -> bool:
@@ -101,15 +112,16 @@ def compare(engine: str, device: str, dtype: torch.dtype, count: int, new: int) 
     texts, expected, logits = asked(device, dtype, count, new)
     rounds_on_its_own, differ = engine == "device" and dtype != torch.float32, 0
     for text, mine, theirs, scores in zip(texts, ours(engine, device, dtype, texts, new), expected, logits, strict=True):
-        different = (mine != theirs)[0].nonzero().flatten().tolist()
-        if not different:
+        if not different(mine, theirs):
             continue
-        at = different[0]
+        at = int((mine != theirs)[0].nonzero()[0])
         tokens = int(mine[0, at]), int(theirs[0, at])
         assert rounds_on_its_own, f"token {at} is {tokens[0]}, transformers' is {tokens[1]}"
         assert rounding_decides(theirs[:, :at], *tokens, scores[at - text.shape[1]][0]), f"token {at}: {tokens}"
         differ += 1
-    assert differ <= count * 3 // 4, f"{differ} of {count} prompts go on otherwise: more than rounding does"
+    if differ:
+        usual = unlike_itself(device, dtype, count, new)
+        assert differ <= usual + count // 4, f"{differ} of {count} prompts go on otherwise, transformers beside itself {usual}"
 
 
 @pytest.mark.parametrize("engine", ["plain", "device"])
