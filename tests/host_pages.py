@@ -1,7 +1,12 @@
-"""Which pages of a piece of address space lie in memory, whatever else the process takes or gives back meanwhile."""
+"""How much of a piece of address space lies in memory, and how much of the whole process.
+
+What a block must have at least is held against its own pages: the process may give back other memory meanwhile. What it may
+have at most is held against the process, in which a second copy would show.
+"""
 
 from __future__ import annotations
 
+import os
 import re
 from pathlib import Path
 
@@ -19,3 +24,8 @@ def resident_bytes(address: int, nbytes: int) -> int:
         elif line.startswith("Rss:"):
             found += min(int(line.split()[1]) * 1024, overlap)
     return found
+
+
+def process_bytes() -> int:
+    """Bytes in memory of the whole process."""
+    return int(Path("/proc/self/statm").read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import logging
 from collections.abc import Callable
 from pathlib import Path
@@ -10,7 +11,7 @@ import expert_files
 import families
 import pytest
 import torch
-from host_pages import resident_bytes
+from host_pages import process_bytes, resident_bytes
 from slot_rig import Injected, MemoryWeights, experts_modules
 
 from airllm.checkpoint import CheckpointIndex, TensorReader
@@ -23,7 +24,7 @@ from airllm.experts.modules import find_experts
 from airllm.skeleton import build_skeleton, load_config
 from airllm.weight_map import build_weight_map
 
-from .test_host_memory import Driver
+from .test_host_memory import MIB, Driver
 
 
 def bank_of(folder: Path, dtype: torch.dtype, reader: TensorReader, *, pin: bool = False) -> HostBank:
@@ -199,12 +200,15 @@ def test_a_pinned_bank_is_registered_once_filled_with_its_exact_size(monkeypatch
 
 
 def test_closing_a_bank_gives_its_memory_back(monkeypatch: pytest.MonkeyPatch) -> None:
+    gc.collect()
     shapes = [("gate_up_proj", (2048, 512), torch.float16), ("down_proj", (512, 1024), torch.float16)]
     layout = ModelLayout.of(ExpertLayout.from_shapes(shapes, 8), 2)
     monkeypatch.setattr(bank_module.HostBank, "_fill", lambda self, _: self.memory.fill_(1))
+    before = process_bytes()
     bank = HostBank(layout, ["a", "b"], MemoryWeights({}), None, pin=False)  # type: ignore[arg-type]
     place = bank.memory.data_ptr(), bank.nbytes
     assert resident_bytes(*place) == bank.nbytes
+    assert process_bytes() - before < 1.05 * bank.nbytes + 2 * MIB
     bank.close()
     bank.close()
-    assert resident_bytes(*place) < 0.1 * place[1]
+    assert resident_bytes(*place) < 0.1 * place[1] and process_bytes() - before < 0.1 * place[1]

@@ -10,18 +10,13 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-from host_pages import resident_bytes
+from host_pages import process_bytes, resident_bytes
 from slot_rig import gpu
 
 from airllm.experts import host_memory
 from airllm.experts.host_memory import HostBlock
 
 MIB = 2**20
-
-
-def process_bytes() -> int:
-    """In memory of the whole process."""
-    return int(Path("/proc/self/statm").read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE")
 
 
 # --- how much there is ------------------------------------------------------------------------------------------------
@@ -96,14 +91,17 @@ def test_an_empty_block_is_fine() -> None:
 
 
 def test_memory_is_taken_when_touched_and_goes_when_closed() -> None:
+    gc.collect()
+    before = process_bytes()
     block = HostBlock(64 * MIB)
     place = block.tensor.data_ptr(), 64 * MIB
-    assert resident_bytes(*place) < 8 * MIB
+    assert resident_bytes(*place) < 8 * MIB and process_bytes() - before < 8 * MIB
     block.tensor.fill_(1)
     assert resident_bytes(*place) == 64 * MIB
+    assert process_bytes() - before < 70 * MIB, "one copy, not rounded up to a power of two"
     block.close()
     block.close()
-    assert resident_bytes(*place) < 8 * MIB
+    assert resident_bytes(*place) < 8 * MIB and process_bytes() - before < 8 * MIB
 
 
 # --- pinning ----------------------------------------------------------------------------------------------------------
