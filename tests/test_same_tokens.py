@@ -65,11 +65,8 @@ def asked(device: str, dtype: torch.dtype, count: int, new: int) -> tuple[list[t
 def unlike_itself(device: str, dtype: torch.dtype, count: int, new: int) -> int:
     """On how many of the prompts transformers goes on otherwise when nothing but its attention is implemented otherwise."""
     texts, usual, _ = asked(device, dtype, count, new)
-    return sum(map(different, usual, tokens_of(oracle(device, dtype, "eager"), texts, new)))
-
-
-def different(mine: torch.Tensor, theirs: torch.Tensor) -> bool:
-    return not torch.equal(mine, theirs)
+    other = tokens_of(oracle(device, dtype, "eager"), texts, new)
+    return sum(not torch.equal(a, b) for a, b in zip(usual, other, strict=True))
 
 
 def rounding_decides(context: torch.Tensor, mine: int, theirs: int, logits: torch.Tensor) -> bool:
@@ -112,16 +109,16 @@ def compare(engine: str, device: str, dtype: torch.dtype, count: int, new: int) 
     texts, expected, logits = asked(device, dtype, count, new)
     rounds_on_its_own, differ = engine == "device" and dtype != torch.float32, 0
     for text, mine, theirs, scores in zip(texts, ours(engine, device, dtype, texts, new), expected, logits, strict=True):
-        if not different(mine, theirs):
+        if torch.equal(mine, theirs):
             continue
         at = int((mine != theirs)[0].nonzero()[0])
         tokens = int(mine[0, at]), int(theirs[0, at])
         assert rounds_on_its_own, f"token {at} is {tokens[0]}, transformers' is {tokens[1]}"
         assert rounding_decides(theirs[:, :at], *tokens, scores[at - text.shape[1]][0]), f"token {at}: {tokens}"
         differ += 1
-    if differ:
+    if differ > count // 5:
         usual = unlike_itself(device, dtype, count, new)
-        assert differ <= usual + count // 4, f"{differ} of {count} prompts go on otherwise, transformers beside itself {usual}"
+        assert differ <= usual, f"{differ} of {count} prompts go on otherwise, transformers beside itself {usual}"
 
 
 @pytest.mark.parametrize("engine", ["plain", "device"])
