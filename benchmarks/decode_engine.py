@@ -101,7 +101,6 @@ class Bench:
         machine.synchronize(self.device)
         return time.perf_counter() - start, out
 
-
     def steps(
         self, model: Any, ids: torch.Tensor, counters: Callable[[], dict[str, float]]
     ) -> tuple[list[float], list[dict[str, float]]]:
@@ -127,11 +126,17 @@ class PhiBench(Bench):
         self.geometry = geometry
 
 
+def counters(model: Any) -> dict[str, float]:
+    """What the cache has counted so far, of one moment."""
+    stats = model.get_expert_cache_stats()
+    return {name: stats[name] for name in _COUNTED}
+
+
 def decode(bench: Bench, model: Any, batch: int = 1) -> dict[str, Any]:
     """Seconds a step of ``batch`` tokens, and what moved in it."""
     ids, tokens = bench.ids(PROMPT_TOKENS, batch), bench.args.tokens
     bench.call(model, ids, tokens)
-    steps, counted = bench.steps(model, ids, lambda: {k: model.get_expert_cache_stats()[k] for k in _COUNTED})
+    steps, counted = bench.steps(model, ids, lambda: counters(model))
     after, moved = model.get_expert_cache_stats(), [each["h2d_bytes"] / tokens for each in counted]
     hits, misses = (sum(each[name] for each in counted) for name in ("hits", "misses"))
     return {"step_s": statistics.median(steps), "steps_s": steps, "moved_bytes": statistics.median(moved)} | {
