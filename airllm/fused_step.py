@@ -17,7 +17,7 @@ from torch import nn
 from transformers import PretrainedConfig, PreTrainedModel
 
 from airllm.experts import step_twins
-from airllm.experts.device_engine import DeviceEngine
+from airllm.experts.device_engine import MAX_ROWS, DeviceEngine
 from airllm.experts.device_ops import ops_for
 from airllm.experts.step_twins import Norm
 from airllm.step_cache import StepCache
@@ -127,6 +127,8 @@ class FusedStep:
         self._head, self._head_bias = model.lm_head.weight, model.lm_head.bias
         self._heads, self.router = config.num_attention_heads, ROUTERS[config.model_type](config)
         self._dtype, self._float = model.dtype, torch.empty(0, device=engine.device)
+        with torch.inference_mode(False):
+            self._arrived = torch.zeros(MAX_ROWS * self._heads, dtype=torch.int32, device=engine.device)
 
     def __call__(self, state: StepInputs) -> tuple[torch.Tensor, list[torch.Tensor]]:
         """Logits [B, 1, vocabulary] in the model's dtype, and the hidden states [B, 1, H] (float32) after each layer."""
@@ -154,8 +156,8 @@ class FusedStep:
         ops.project(hidden, weights.qkv, weights.qkv_bias, qkv, norm=weights.attention_norm)
         attended = hidden.new_empty(batch, weights.output.shape[1])
         keys, values = state.cache.memory(number)
-        look = {"heads": self._heads, "window": state.window, "scale": keys.shape[-1] ** -0.5}
-        ops.attend(qkv, cos, sin, keys, values, state.slot, state.padding, attended, norms=weights.head_norms, **look)
+        look = {"heads": self._heads, "window": state.window, "scale": keys.shape[-1] ** -0.5, "norms": weights.head_norms}
+        ops.attend(qkv, cos, sin, keys, values, state.slot, state.padding, attended, self._arrived, **look)
         between = torch.empty_like(hidden)
         ops.project(attended, [weights.output], [weights.output_bias], between, residual=hidden)
         normed = torch.empty_like(between, dtype=self._dtype)

@@ -114,8 +114,9 @@ def _dense(g: Geometry, device: torch.device, dtype: torch.dtype) -> list[Row]:
         angle = torch.ones(1, g.head_dim, device=device)
         slot, out = torch.tensor([capacity - 1], device=device), numbers(1, g.heads * g.head_dim, of=torch.float32)
         padding = torch.ones(1, capacity, dtype=torch.bool, device=device)
+        arrived = torch.zeros(g.heads, dtype=torch.int32, device=device)
 
-        def attend(_: int, given: Any = (qkv, angle, angle, keys, values, slot, padding, out)) -> None:
+        def attend(_: int, given: Any = (qkv, angle, angle, keys, values, slot, padding, out, arrived)) -> None:
             ops.attend(*given, heads=g.heads, window=None, scale=0.1)
 
         rows.append((f"attention over {capacity} positions", 2 * keys.nbytes, "memory", attend, 32))

@@ -142,6 +142,8 @@ def _attend(
     parts,
     maxima,
     totals,
+    arrived,
+    out,
     window,
     scale,
     capacity,
@@ -152,6 +154,7 @@ def _attend(
     D: tl.constexpr,
     DIMS: tl.constexpr,
     POSITIONS: tl.constexpr,
+    SPLITS: tl.constexpr,
 ):
     row = tl.program_id(0) // HEADS
     head = tl.program_id(0) % HEADS
@@ -197,23 +200,28 @@ def _attend(
         mixed = mixed * kept + tl.sum(weight[:, None] * tl.load(values + where, mask=mask, other=0.0).to(tl.float32), axis=0)
         most = higher
         at += POSITIONS
-    part = tl.program_id(0) * tl.num_programs(1) + split
-    tl.store(parts + part * D + d, mixed, mask=d < D)
-    tl.store(maxima + part, most)
-    tl.store(totals + part, total)
-
-
-@triton.jit
-def _combine(parts, maxima, totals, out, splits, D: tl.constexpr, DIMS: tl.constexpr, SPLITS: tl.constexpr):
-    head = tl.program_id(0)
-    s = tl.arange(0, SPLITS)
-    d = tl.arange(0, DIMS)
-    most = tl.load(maxima + head * splits + s, mask=s < splits, other=-float("inf"))
-    share = tl.exp(most - tl.max(most, axis=0))
-    total = tl.sum(share * tl.load(totals + head * splits + s, mask=s < splits, other=0.0), axis=0)
-    where = (head * splits + s)[:, None] * D + d[None, :]
-    mixed = tl.load(parts + where, mask=(s[:, None] < splits) & (d[None, :] < D), other=0.0)
-    tl.store(out + head * D + d, tl.sum(mixed * share[:, None], axis=0) / total, mask=d < D)
+    to = tl.program_id(0) * D + d
+    if SPLITS == 1:
+        tl.store(out + to, mixed / total, mask=d < D)
+    else:
+        splits = tl.num_programs(1)
+        first = tl.program_id(0) * splits
+        tl.store(parts + (first + split) * D + d, mixed, mask=d < D)
+        tl.store(maxima + first + split, most)
+        tl.store(totals + first + split, total)
+        # Every thread's numbers are written before the one that counts says so; who comes last finds all parts there.
+        tl.debug_barrier()
+        before = tl.atomic_add(arrived + tl.program_id(0), 1, sem="acq_rel", scope="gpu")
+        tl.debug_barrier()
+        if before == splits - 1:
+            s = tl.arange(0, SPLITS)
+            tops = tl.load(maxima + first + s, mask=s < splits, other=-float("inf"))
+            share = tl.exp(tops - tl.max(tops, axis=0))
+            whole = tl.sum(share * tl.load(totals + first + s, mask=s < splits, other=0.0), axis=0)
+            where = (first + s)[:, None] * D + d[None, :]
+            all_parts = tl.load(parts + where, mask=(s[:, None] < splits) & (d[None, :] < D), other=0.0)
+            tl.store(out + to, tl.sum(all_parts * share[:, None], axis=0) / whole, mask=d < D)
+            tl.store(arrived + tl.program_id(0), 0)
 
 
 @triton.jit
@@ -319,13 +327,14 @@ def attend(
     slot: torch.Tensor,
     padding: torch.Tensor,
     out: torch.Tensor,
+    arrived: torch.Tensor,
     *,
     heads: int,
     window: int | None,
     scale: float,
     norms: tuple[Norm, Norm] | None = None,
 ) -> None:
-    """See the twin. The positions of a head are shared out to several programs and put together by a second kernel."""
+    """See the twin. The positions of a head are shared out to several programs; the last one to finish puts them together."""
     batch, kv_heads, capacity, dims = keys.shape
     splits = splits_for(capacity)
     each = triton.cdiv(triton.cdiv(capacity, splits), ATTEND_POSITIONS) * ATTEND_POSITIONS
@@ -345,6 +354,8 @@ def attend(
         parts,
         maxima,
         totals,
+        arrived,
+        out,
         window or capacity,
         scale,
         capacity,
@@ -355,18 +366,8 @@ def attend(
         D=dims,
         DIMS=triton.next_power_of_2(dims),
         POSITIONS=ATTEND_POSITIONS,
-        num_warps=4,
-    )
-    _combine[(batch * heads,)](
-        parts,
-        maxima,
-        totals,
-        out,
-        splits,
-        D=dims,
-        DIMS=triton.next_power_of_2(dims),
         SPLITS=triton.next_power_of_2(splits),
-        num_warps=1,
+        num_warps=4,
     )
 
 

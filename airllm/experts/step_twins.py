@@ -63,6 +63,7 @@ def attend(
     slot: torch.Tensor,
     padding: torch.Tensor,
     out: torch.Tensor,
+    arrived: torch.Tensor,
     *,
     heads: int,
     window: int | None,
@@ -74,7 +75,8 @@ def attend(
     ``qkv`` [B, (heads + 2 kv_heads) * D] float32, not yet rotated; ``cos``, ``sin`` [B, D] float32. ``norms``: RMSNorms over D
     of queries and keys, before they are rotated. The new key and value
     are written to position ``slot`` [1] of ``keys`` and ``values`` [B, kv_heads, capacity, D]. The token sees itself and those
-    of the ``window`` - 1 positions before it that ``padding`` (bool [B, capacity]) shows.
+    of the ``window`` - 1 positions before it that ``padding`` (bool [B, capacity]) shows. ``arrived`` [B * heads] int32 holds
+    zeros, before and after: the kernel's programs count in it.
     """
     batch, kv_heads, capacity, dims = keys.shape
     query, key, value = qkv.view(batch, -1, dims).split([heads, kv_heads, kv_heads], dim=1)

@@ -108,6 +108,7 @@ def attention_case(draw: Any, batch: int, heads: int, kv_heads: int, dims: int, 
         "slot": torch.tensor([now], device=DEVICE),
         "padding": padding,
         "out": torch.full((batch, heads * dims), torch.nan, device=DEVICE),
+        "arrived": torch.zeros(batch * heads, dtype=torch.int32, device=DEVICE),
         "heads": heads,
         "scale": dims**-0.5,
     }
@@ -119,6 +120,7 @@ CASES = [
     (2, 4, 2, 12, 256, 130),
     (3, 2, 2, 32, 512, 511),
     (1, 8, 2, 64, 512, 300),
+    (2, 4, 2, 16, 128, 77),
 ]
 
 
@@ -136,6 +138,7 @@ def test_attend(case: tuple[int, ...], dtype: torch.dtype, window: int | None, d
     for name in ("keys", "values"):
         assert close(ours[name][:, :, : now + 1], theirs[name][:, :, : now + 1])
         assert ours[name][:, :, now + 1 :].isnan().all()
+    assert not ours["arrived"].any(), "ready for the next launch"
 
 
 @needs_kernels
