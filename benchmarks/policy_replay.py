@@ -41,13 +41,21 @@ Pools = list[tuple[SlotPolicy | None, int]]
 """For each layer its policy (None: no slots) and the first of its keys there."""
 
 
-class Lfu(AgedPolicy):
+class FarAsNear(AgedPolicy):
+    """How soon a layer comes round again counts for nothing."""
+
+    def __init__(self, slots: int, layers: int, experts: int) -> None:
+        super().__init__(slots, layers, experts)
+        self._near = [[1] * layers] * layers
+
+
+class Lfu(FarAsNear):
     """Uses are counted for ever."""
 
-    habit_shift, recent_use = 40, 0
+    habit_shift, habit_use, recent_use = 40, 1 << 8, 0
 
 
-class HabitOnly(AgedPolicy):
+class HabitOnly(FarAsNear):
     """One aged count."""
 
     recent_use = 0
@@ -98,6 +106,7 @@ POLICIES: dict[str, Callable[[Trace, int], Pools]] = {
     "lru, shares": shares(lambda slots, _experts: LruPolicy(slots)),
     "dedicated layers": dedicated,
     "habit only": shared(HabitOnly),
+    "aged, far as near": shared(FarAsNear),
     "aged, no bypass": shared(NoBypass),
     "aged, shares": shares(lambda slots, experts: AgedPolicy(slots, 1, experts)),
     "aged": shared(AgedPolicy),

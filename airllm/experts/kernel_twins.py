@@ -10,7 +10,7 @@ import torch
 
 from airllm.experts.device_tables import AgedTables, Decisions, DeviceTables
 from airllm.experts.gates import PLAIN, Gate
-from airllm.experts.policy import FREE, HABIT_SHIFT, HABIT_USE, LEASED, RECENT_SHIFT, RECENT_USE
+from airllm.experts.policy import FREE, HABIT_SHIFT, HABIT_USE, LEASED, RECENT_SHIFT, RECENT_USE, near
 
 NAME = "plain torch"
 
@@ -64,7 +64,10 @@ def _route_aged(tables: AgedTables, ids: torch.Tensor, first_key: int, num_exper
     recent[keys] += RECENT_USE
     first, end = tables.spans[first_key // num_experts]
     holders = owner[first:end]
-    worth = torch.where(holders == FREE, FREE, (habit + recent)[holders.clamp(min=0)])
+    layers, now = len(tables.spans), first_key // num_experts
+    nearness = torch.tensor([near(now, layer, layers) for layer in range(layers)], dtype=torch.int32, device=habit.device)
+    counts = (habit + recent) * nearness.repeat_interleave(num_experts)
+    worth = torch.where(holders == FREE, FREE, counts[holders.clamp(min=0)])
     place_of = {e: int(slot_of[first_key + e]) for e in used}
     missing = [e for e, slot in place_of.items() if slot == FREE]
     worth[[slot - first for slot in place_of.values() if slot != FREE]] = LEASED
@@ -72,7 +75,7 @@ def _route_aged(tables: AgedTables, ids: torch.Tensor, first_key: int, num_exper
     for number, expert in enumerate(missing):
         key, at = first_key + expert, int(worth.argmin())
         old = int(owner[first + at])
-        if bypasses < tables.scratch and int(worth[at]) >= int(habit[key] + recent[key]):
+        if bypasses < tables.scratch and int(worth[at]) >= int(counts[key]):
             place_of[expert] = tables.slots + bypasses
             bypasses += 1
         else:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections import OrderedDict
 from collections.abc import Collection, Iterable, Mapping, Sequence
+from operator import mul
 
 AUTO_POLICY = "auto: more hits than one LRU in replays, and also with fewer slots than a token has experts, where that has none"
 FREE, LEASED = -1, 2**31 - 1
@@ -15,8 +16,9 @@ FREE, LEASED = -1, 2**31 - 1
 
 GROUP_SLOTS = 2048
 """Layers share slots in groups of at most so many, so that looking for a victim costs the same with any number of slots."""
-HABIT_SHIFT, RECENT_SHIFT = 5, 1
-HABIT_USE, RECENT_USE = 1 << 16, 3 << 16
+HABIT_SHIFT, RECENT_SHIFT = 6, 1
+HABIT_USE, RECENT_USE = 1 << 16, 5 << 16
+NEAREST, FAR_LESS = 128, 64
 """See :class:`AgedPolicy`; chosen by ``benchmarks/policy_replay.py``, and the same in the kernels."""
 
 
@@ -180,16 +182,20 @@ class LruPolicy(SlotPolicy):
 
 
 class AgedPolicy(SlotPolicy):
-    """An expert's worth is how often it was used, uses long ago counting less; the victim is the expert of least worth.
+    """An expert's worth is how often it was used, uses long ago counting less, and more the sooner its layer comes round
+    again; the victim is the expert of least worth.
 
-    Two counts age at each forward of the expert's layer: ``habit`` by 1/32 and ``recent`` by half. A use adds 1 to the one
-    and 3 to the other, and worth is their sum: experts with a habit stay, and one that was just used gets a chance. A missed
+    Two counts age at each forward of the expert's layer: ``habit`` by 1/64 and ``recent`` by half. A use adds 1 to the one and
+    5 to the other, and their sum says how likely the next use is: experts with a habit stay, and one that was just used gets a
+    chance. An expert whose layer comes next is tested soon, and its slot is free again soon, if that was wrong; one whose layer
+    is just over keeps its slot for a whole token. So the sum counts up to twice as much for the one as for the other. A missed
     expert worth no more than every expert it could replace is not admitted: it passes through scratch ("bypass"). So a small
     cache is not scanned empty, as one LRU is, when layers come one after the other.
 
     Source: a count that decays with time is the "combined recency and frequency" of LRFU (Lee et al., IEEE Transactions on
-    Computers 50, 2001), here the sum of two; admission only of what is worth more than the victim is that of TinyLFU
-    (Einziger et al., ACM Transactions on Storage 13, 2017).
+    Computers 50, 2001), here the sum of two; to weigh likely hits against the time for which they take up a slot is the "hit
+    density" of LHD (Beckmann et al., NSDI 2018), whose time is known here up to the layer; admission only of what is worth more
+    than the victim is that of TinyLFU (Einziger et al., ACM Transactions on Storage 13, 2017).
 
     Args:
         slots: in all.
@@ -203,6 +209,8 @@ class AgedPolicy(SlotPolicy):
         super().__init__(slots)
         self.layers, self.experts = layers, experts
         self.spans = layer_spans(slots, layers)
+        self._near = [[near(now, other, layers) for other in range(layers)] for now in range(layers)]
+        self._together = [(self.spans.index(span), layers - self.spans[::-1].index(span)) for span in self.spans]
         self._forget()
         self._derive()
 
@@ -212,45 +220,71 @@ class AgedPolicy(SlotPolicy):
 
     def begin(self, first_key: int, used: Collection[int]) -> None:
         """The layer's counts age, and ``used`` count up."""
-        habit, recent, slot_of = self._habit, self._recent, self._slot_of
+        habit, recent = self._habit, self._recent
         for key in range(first_key, first_key + self.experts):
             habit[key] -= habit[key] >> self.habit_shift
             recent[key] -= recent[key] >> self.recent_shift
             if key - first_key in used:
                 habit[key] += self.habit_use
                 recent[key] += self.recent_use
-            if key in slot_of and key not in self._leased:
-                self._worth[slot_of[key]] = habit[key] + recent[key]
+        self._look_again(first_key // self.experts)
 
     def lease(self, key: int) -> int | None:
         slot = self._slot_of.get(key)
         if slot is not None:
             self._leased.add(key)
-            self._worth[slot] = LEASED
+            self._look_again(key // self.experts)
         return slot
 
     def admit(self, key: int, *, cold: bool = False, must: bool = False) -> int | None:
         """The lowest free slot of the layer's group, else that of the expert of least worth (the lowest of equals), unless
         ``key`` is worth no more or ``cold``."""
-        first, end = self.spans[key // self.experts]
-        group = self._worth[first:end]
-        least = min(group)
-        refused = cold or least >= self._habit[key] + self._recent[key]
-        if least == LEASED or (least != FREE and refused and not must):
-            return None
-        slot = first + group.index(least)
-        if least != FREE:
-            del self._slot_of[self._owner[slot]]
+        layer = key // self.experts
+        slot = self._free_slot(*self.spans[layer])
+        if slot is None:
+            least, slot = self._victim(layer)
+            refused = cold or least >= (self._habit[key] + self._recent[key]) * self._near[layer][layer]
+            if least >= LEASED or (refused and not must):
+                return None
+            old = self._owner[slot]
+            del self._slot_of[old]
+            self._keys_in[old // self.experts].discard(old)
+            self._look_again(old // self.experts)
             self.evictions += 1
         self._slot_of[key] = slot
         self._owner[slot] = key
+        self._keys_in[layer].add(key)
         self._leased.add(key)
-        self._worth[slot] = LEASED
+        self._look_again(layer)
         return slot
+
+    def _free_slot(self, first: int, end: int) -> int | None:
+        if len(self._slot_of) == self.slots:
+            return None
+        return next((slot for slot in range(first, end) if self._owner[slot] == FREE), None)
+
+    def _victim(self, layer: int) -> tuple[int, int]:
+        """Least worth as seen from ``layer``, LEASED or more where every slot of the group is leased, and the slot."""
+        first, end = self._together[layer]
+        least, least_slot = self._least, self._least_slot
+        for stale in [stale for stale in self._stale if first <= stale < end]:
+            keys = self._keys_in[stale] - self._leased
+            pairs = [(self._habit[key] + self._recent[key], self._slot_of[key]) for key in keys]
+            least[stale], least_slot[stale] = min(pairs, default=(LEASED, FREE))
+            self._stale.discard(stale)
+        worth = list(map(mul, least[first:end], self._near[layer][first:end]))
+        lowest = min(worth)
+        if worth.count(lowest) == 1:
+            return lowest, least_slot[first + worth.index(lowest)]
+        return lowest, min(slot for slot, equal in zip(least_slot[first:end], worth, strict=True) if equal == lowest)
+
+    def _look_again(self, layer: int) -> None:
+        """What is known of the layer's expert of least worth no longer holds."""
+        self._stale.add(layer)
 
     def release_all(self) -> None:
         for key in self._leased:
-            self._worth[self._slot_of[key]] = self._habit[key] + self._recent[key]
+            self._look_again(key // self.experts)
         self._leased.clear()
 
     def _beyond(self, free: list[int], wanted: int) -> list[int]:
@@ -272,21 +306,37 @@ class AgedPolicy(SlotPolicy):
         super().restore(residents)
 
     def _derive(self) -> None:
-        self._worth, self._owner = [FREE] * self.slots, [FREE] * self.slots
+        self._owner = [FREE] * self.slots
+        self._keys_in: list[set[int]] = [set() for _ in range(self.layers)]
+        self._least, self._least_slot = [LEASED] * self.layers, [FREE] * self.layers
+        self._stale = set(range(self.layers))
         for key, slot in self._slot_of.items():
             self._owner[slot] = key
-            self._worth[slot] = LEASED if key in self._leased else self._habit[key] + self._recent[key]
+            self._keys_in[key // self.experts].add(key)
 
     def check(self) -> None:
         super().check()
-        kept = self._worth, self._owner
+        known = [pair for layer, pair in enumerate(zip(self._least, self._least_slot, strict=True)) if layer not in self._stale]
+        layers = [layer for layer in range(self.layers) if layer not in self._stale]
+        kept = self._owner, self._keys_in
         self._derive()
-        if kept != (self._worth, self._owner):
-            raise AssertionError(f"worth and owner {kept} contradict the table, by which they are {self._worth, self._owner}")
+        if kept != (self._owner, self._keys_in):
+            raise AssertionError(f"owners {kept} contradict the table, by which they are {self._owner, self._keys_in}")
+        for layer in range(self.layers):
+            self._victim(layer)
+        again = [(self._least[layer], self._least_slot[layer]) for layer in layers]
+        if known != again:
+            raise AssertionError(f"of the layers {layers} the least worth and its slot are {again}, not {known}")
         for key, slot in self._slot_of.items():
             first, end = self.spans[key // self.experts]
             if not first <= slot < end:
                 raise AssertionError(f"expert {key} lies in slot {slot}, outside of its group's {first} to {end - 1}")
+
+
+def near(now: int, layer: int, layers: int) -> int:
+    """What the counts of a layer's experts are multiplied by at layer ``now``: up to NEAREST the sooner it comes, FAR_LESS less
+    where that is a token away."""
+    return NEAREST - FAR_LESS * ((layer - now - 1) % layers + 1) // layers
 
 
 def layer_spans(slots: int, layers: int) -> list[tuple[int, int]]:

@@ -12,11 +12,12 @@ import triton
 import triton.language as tl
 
 from airllm.experts.device_tables import AgedTables
-from airllm.experts.policy import FREE, HABIT_SHIFT, HABIT_USE, LEASED, RECENT_SHIFT, RECENT_USE
+from airllm.experts.policy import FAR_LESS, FREE, HABIT_SHIFT, HABIT_USE, LEASED, NEAREST, RECENT_SHIFT, RECENT_USE
 
 _FREE, _LEASED = tl.constexpr(FREE), tl.constexpr(LEASED)
 _HABIT_SHIFT, _HABIT_USE = tl.constexpr(HABIT_SHIFT), tl.constexpr(HABIT_USE)
 _RECENT_SHIFT, _RECENT_USE = tl.constexpr(RECENT_SHIFT), tl.constexpr(RECENT_USE)
+_NEAREST, _FAR_LESS = tl.constexpr(NEAREST), tl.constexpr(FAR_LESS)
 
 
 MOST_PAIRS = 8192
@@ -53,11 +54,12 @@ def _route_aged(
     miss_count,
     first_key,
     num_ids,
-    num_experts,
     first_slot,
     end_slot,
     num_slots,
     num_scratch,
+    num_experts: tl.constexpr,  # these two are divided by
+    num_layers: tl.constexpr,
     IDS: tl.constexpr,
     PART: tl.constexpr,
     EXPERTS: tl.constexpr,
@@ -85,7 +87,10 @@ def _route_aged(
     steady_in = tl.where(ours, steady_in - (steady_in >> _HABIT_SHIFT), steady_in)
     fresh_in = tl.where(ours, fresh_in - (fresh_in >> _RECENT_SHIFT), fresh_in)
     is_hit = among(wanted, ids, num_ids, num_experts, local, IDS, PART)
-    worth = tl.where(key_in < 0, _FREE, steady_in + fresh_in)
+    layers_on = key_in // num_experts - first_key // num_experts
+    layers_on = tl.where(layers_on <= 0, layers_on + num_layers, layers_on)
+    nearness = _NEAREST - _FAR_LESS * layers_on // num_layers
+    worth = tl.where(key_in < 0, _FREE, (steady_in + fresh_in) * nearness)
     worth = tl.where(is_hit | (s >= end_slot), _LEASED, worth)
     missing = used * (held < 0).to(tl.int32)
     misses = tl.sum(missing, axis=0)
@@ -98,7 +103,7 @@ def _route_aged(
         least = tl.min(worth, axis=0)
         slot = first_slot + tl.argmin(worth, axis=0)
         old = tl.max(tl.where(s == slot, key_in, -1), axis=0)
-        own_worth = tl.sum(tl.where(e == expert, steady + fresh, 0), axis=0)
+        own_worth = tl.sum(tl.where(e == expert, steady + fresh, 0), axis=0) * (_NEAREST - _FAR_LESS)
         passes = (bypasses < num_scratch) & (least >= own_worth)
         tl.store(slot_of + old, -1, mask=(old >= 0) & (passes == 0))
         tl.store(slot_of + first_key + expert, slot, mask=passes == 0)
@@ -141,11 +146,12 @@ def route_aged(tables: AgedTables, ids: torch.Tensor, first_key: int, num_expert
         tables.miss_count,
         first_key,
         ids.numel(),
-        num_experts,
         first,
         end,
         tables.slots,
         tables.scratch,
+        num_experts=num_experts,
+        num_layers=len(tables.spans),
         IDS=numbers,
         PART=part_of(numbers, max(experts, slots)),
         EXPERTS=experts,

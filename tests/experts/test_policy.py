@@ -12,8 +12,8 @@ from airllm.experts.policy import AgedPolicy, LruPolicy, SlotPolicy, layer_spans
 EITHER = pytest.mark.parametrize("choice", ["lru", "aged"])
 
 
-def policy_of(choice: str, slots: int) -> SlotPolicy:
-    return make_policy(choice, slots, layers=2, experts=50)
+def policy_of(choice: str, slots: int, layers: int = 2) -> SlotPolicy:
+    return make_policy(choice, slots, layers, experts=50)
 
 
 class ModelLru:
@@ -75,19 +75,20 @@ class ModelAged:
     """The same rules written the slow way, with counts in fractions of a use instead of shifted integers."""
 
     def __init__(self, slots: int, layers: int, experts: int) -> None:
-        self.experts = experts
+        self.layers, self.experts = layers, experts
         self.groups = [range(*span) for span in layer_spans(slots, layers)]
         self.holder: dict[int, int] = {}
         self.habit, self.recent = [0] * (layers * experts), [0] * (layers * experts)
         self.leased: set[int] = set()
 
-    def worth(self, key):
-        return self.habit[key] + self.recent[key]
+    def worth(self, key, now):
+        ahead = next(n for n in range(1, self.layers + 1) if (now + n) % self.layers == key // self.experts)
+        return (self.habit[key] + self.recent[key]) * (128 - 64 * ahead // self.layers)
 
     def begin(self, layer, used):
         for key in range(layer * self.experts, (layer + 1) * self.experts):
-            self.habit[key] = self.habit[key] - self.habit[key] // 32 + 65536 * (key % self.experts in used)
-            self.recent[key] = -(-self.recent[key] // 2) + 3 * 65536 * (key % self.experts in used)
+            self.habit[key] = self.habit[key] - self.habit[key] // 64 + 65536 * (key % self.experts in used)
+            self.recent[key] = -(-self.recent[key] // 2) + 5 * 65536 * (key % self.experts in used)
 
     def lease(self, key):
         slot = next((s for s, k in self.holder.items() if k == key), None)
@@ -96,12 +97,14 @@ class ModelAged:
         return slot
 
     def admit(self, key, cold, must):
-        group = self.groups[key // self.experts]
+        now = key // self.experts
+        group = self.groups[now]
         free = [s for s in group if s not in self.holder]
-        taken = sorted((self.worth(self.holder[s]), s) for s in group if s in self.holder and self.holder[s] not in self.leased)
+        held = [s for s in group if s in self.holder and self.holder[s] not in self.leased]
+        taken = sorted((self.worth(self.holder[s], now), s) for s in held)
         if free:
             slot = free[0]
-        elif taken and (must or (not cold and self.worth(key) > taken[0][0])):
+        elif taken and (must or (not cold and self.worth(key, now) > taken[0][0])):
             slot = taken[0][1]
         else:
             return None
@@ -185,13 +188,24 @@ def test_an_expert_with_a_habit_outlives_a_passer_by_and_not_a_change_of_habits(
     assert list(policy.residents()) == [8]
 
 
+@pytest.mark.parametrize("now", range(4))
+def test_of_equal_experts_that_goes_whose_layer_is_furthest_away(now):
+    policy = policy_of("aged", 3, layers=4)
+    for layer in {0, 1, 2, 3} - {now}:
+        route(policy, layer, [5])
+    route(policy, now, [2])
+    assert now not in [key // 50 for key in policy.residents()], "worth no more than those that come sooner"
+    route(policy, now, [2])
+    assert {key // 50 for key in policy.residents()} == {0, 1, 2, 3} - {(now - 1) % 4}
+
+
 def test_uses_stop_counting_in_the_end():
     policy = policy_of("aged", 1)
     route(policy, 0, [7])
     for _ in range(2000):
         policy.begin(0, set())
     habit, recent = policy.uses()
-    assert habit[7] + recent[7] < 64
+    assert habit[7] + recent[7] <= 64, "a thousandth of a use"
 
 
 def test_counts_stay_within_32_bits():
@@ -199,7 +213,7 @@ def test_counts_stay_within_32_bits():
     for _ in range(3000):
         policy.begin(0, {0})
     habit, recent = policy.uses()
-    assert 2**20 < habit[0] + recent[0] < 2**23
+    assert 2**20 < habit[0] + recent[0] < policies.LEASED // policies.NEAREST
 
 
 @pytest.mark.parametrize(
@@ -283,7 +297,9 @@ def test_check_notices_each_broken_invariant(broken, choice):
     elif broken == "a slot lost" and choice == "lru":
         policy._free.clear()
     elif broken == "a slot lost":
-        policy._worth[2] = policies.LEASED
+        policy.release_all()
+        policy._victim(0)
+        policy._least_slot[0] = 2
     else:
         policy._leased.add(99)
     with pytest.raises(AssertionError):
