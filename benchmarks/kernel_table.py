@@ -158,6 +158,9 @@ def _experts(g: Geometry, device: torch.device, dtype: torch.dtype) -> list[Row]
     def up(i: int) -> None:
         ops.gate_up(x, places[i % n], gate_up, inner)
 
+    def fetch(_: int) -> None:
+        ops.gate_up(x, places[0], gate_up, inner, misses=kernel_twins.Misses(pool, bank, tables))
+
     def back(i: int) -> None:
         ops.down(inner, places[i % n], ids, weights, down, out, out)
 
@@ -168,5 +171,6 @@ def _experts(g: Geometry, device: torch.device, dtype: torch.dtype) -> list[Row]
         ("gate and up of 2 experts", 2 * 2 * nbytes // 3, "memory", up, 32),
         ("down of 2 experts", 2 * nbytes // 3, "memory", back, 32),
         ("copy of 2 experts", 2 * nbytes, "link", copy, 4),
+        ("copy of 2 experts, with gate and up", 2 * nbytes, "link", fetch, 4),
         ("route, 73 slots", 0, "memory", route, 32),
     ]

@@ -24,7 +24,7 @@ from airllm.errors import NonFiniteError
 
 NEW = 6
 DTYPE = torch.float32  # in which rounding of the engine's own changes no token
-BY_LAYER = ["route", "copy_misses", "gate_up", "down", "attend", "sparsemixer", "project"]
+BY_LAYER = ["route", "gate_up", "down", "attend", "sparsemixer", "project"]
 CALLS_A_LAYER = {"project": 3}
 COUNTED = ("hits", "misses", "evictions", "bypasses", "h2d_copies", "h2d_bytes")
 
@@ -144,19 +144,19 @@ def test_an_interrupt_while_the_first_one_is_cleaned_up_after_costs_nothing_eith
     model = make(expert_cache_policy="lru")  # which lets every miss in
     engine, tables = runtime(model).engine, runtime(model).engine.tables
     with pytest.MonkeyPatch.context() as patch:
-        copy = engine.ops.copy_misses
+        compute = engine.ops.gate_up
 
         def once_more() -> None:
             raise KeyboardInterrupt("second")
 
         def first(*call: Any) -> None:
-            """In the place of the first copy into a slot, which the tables already speak of."""
+            """In the place of the first read into a slot, of which the tables already speak."""
             if not (tables.miss_slot[: int(tables.miss_count)] < tables.slots).any():
-                return copy(*call)
+                return compute(*call)
             patch.setattr(engine, "_synchronize", once_more)
             raise KeyboardInterrupt("first")
 
-        patch.setattr(engine.ops, "copy_misses", first)
+        patch.setattr(engine.ops, "gate_up", first)
         with pytest.raises(KeyboardInterrupt, match="second"):
             answer(model, 0)
     check(model)

@@ -22,6 +22,7 @@ from airllm.experts.device_ops import ops_for
 from airllm.experts.device_tables import Counts, tables_for
 from airllm.experts.gates import PLAIN, Gate
 from airllm.experts.grouped import GroupedSum, can_group
+from airllm.experts.kernel_twins import Misses
 from airllm.experts.layout import Projection
 from airllm.experts.policy import SlotPolicy
 from airllm.experts.slots import SlotPool
@@ -163,9 +164,11 @@ class DeviceEngine:
             raise ValueError(f"{rows} rows of {top_k} experts are more than the {tables.max_ids} that the tables are made for")
         index, weights, hidden = index.contiguous(), weights.contiguous(), hidden.contiguous()
         self.ops.route(tables, index, layer * self.num_experts, self.num_experts)
-        self.ops.copy_misses(tables, self._bank, self._pool, min(rows * top_k, self.num_experts))
+        misses = Misses(self._pool, self._bank, tables) if rows == 1 and self._gate_up.stride(2) == 1 else None
+        if misses is None:  # rows share experts, which must come over the link once; or a row's numbers lie apart there
+            self.ops.copy_misses(tables, self._bank, self._pool, min(rows * top_k, self.num_experts))
         inner = torch.empty(rows, top_k, self._down.shape[2], dtype=self._dtype, device=hidden.device)
-        self.ops.gate_up(hidden, tables.places, self._gate_up, inner, self._gates[layer], self._gate_up_bias)
+        self.ops.gate_up(hidden, tables.places, self._gate_up, inner, self._gates[layer], self._gate_up_bias, misses)
         out = torch.empty_like(hidden) if out is None else out
         self.ops.down(inner, tables.places, index, weights, self._down, out, residual, self._down_bias)
         return out

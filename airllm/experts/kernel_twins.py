@@ -6,6 +6,8 @@ their time; nothing here is meant for a GPU.
 
 from __future__ import annotations
 
+from typing import NamedTuple
+
 import torch
 
 from airllm.experts.device_tables import AgedTables, Decisions, DeviceTables
@@ -13,6 +15,14 @@ from airllm.experts.gates import PLAIN, Gate
 from airllm.experts.policy import FREE, HABIT_SHIFT, HABIT_USE, LEASED, RECENT_SHIFT, RECENT_USE, near
 
 NAME = "plain torch"
+
+
+class Misses(NamedTuple):
+    """Where missed experts go: ``pool`` [places, bytes]; where from: ``bank`` [L*E, bytes] (uint8 both); which: ``tables``."""
+
+    pool: torch.Tensor
+    bank: torch.Tensor
+    tables: Decisions
 
 
 def route(tables: Decisions, ids: torch.Tensor, first_key: int, num_experts: int) -> None:
@@ -104,13 +114,17 @@ def gate_up(
     out: torch.Tensor,
     gate: Gate = PLAIN,
     bias: torch.Tensor | None = None,
+    misses: Misses | None = None,
 ) -> None:
     """``out`` [T, K, I] = ``gate`` of the first product of ``hidden`` [T, H] with the expert in ``places`` [T*K].
 
     ``weights``: [places, parts * I, H] and ``bias``: [places, parts * I], views of the pool in the model's dtype; transposed
-    weights are a view whose last axis is not the dense one. Sums in float32.
+    weights are a view whose last axis is not the dense one. Sums in float32. With ``misses``, which is for one token, the
+    missed experts are copied first, as `copy_misses` does.
     """
     tokens, k, _ = out.shape
+    if misses is not None:
+        copy_misses(misses.tables, misses.bank, misses.pool, k)
     for pair in range(tokens * k):
         place = int(places[pair])
         if place == FREE:

@@ -14,6 +14,7 @@ import triton.language as tl
 
 from airllm.experts.device_tables import AgedTables, Decisions, DeviceTables
 from airllm.experts.gates import PLAIN, Gate
+from airllm.experts.kernel_twins import Misses
 from airllm.experts.route_aged import among, part_of, route_aged, warps_for
 
 NAME = f"triton {triton.__version__}"
@@ -136,12 +137,28 @@ def _activate(x, slope: tl.constexpr, KIND: tl.constexpr):
 
 
 @triton.jit
+def _missed(place, miss_key, miss_slot, miss_count, most: tl.constexpr, MOST: tl.constexpr):
+    """The key of the expert that the miss list (``most`` entries long at most) sends to ``place``; -1 when it lies there."""
+    m = tl.arange(0, MOST)
+    slot = tl.load(miss_slot + m, mask=m < most, other=-1)
+    key = tl.load(miss_key + m, mask=m < most, other=-1)
+    return tl.max(tl.where((m < tl.load(miss_count)) & (slot == place), key, -1), axis=0)
+
+
+@triton.jit
 def _gate_up(
     hidden,
     places,
     pool,
     bias,
     out,
+    bank,
+    bank_bias,
+    bank_words,
+    pool_words,
+    miss_key,
+    miss_slot,
+    miss_count,
     stride,
     hidden_width: tl.constexpr,
     width: tl.constexpr,
@@ -158,29 +175,60 @@ def _gate_up(
     limit: tl.constexpr,
     ROWS: tl.constexpr,
     COLUMNS: tl.constexpr,
+    FETCH: tl.constexpr,  # missed experts are read from the bank, and left in their places
+    MOST: tl.constexpr,
+    COPIERS: tl.constexpr,  # programs that copy what is not read here: all words but LEFT_OUT behind the first BEFORE
+    WORDS: tl.constexpr,
+    BEFORE: tl.constexpr,
+    LEFT_OUT: tl.constexpr,
+    BLOCK: tl.constexpr,
 ):
+    part = tl.program_id(0)
     pair = tl.program_id(1)
     place = tl.load(places + pair)
-    if place >= 0:
-        rows = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
+    key = place * 0 - 1
+    if FETCH:
+        key = _missed(place, miss_key, miss_slot, miss_count, top_k, MOST)
+        if (part < COPIERS) & (key >= 0):
+            source = bank_words + key.to(tl.int64) * WORDS
+            target = pool_words + place.to(tl.int64) * WORDS
+            for begin in range(0, WORDS - LEFT_OUT, COPIERS * BLOCK):
+                word = begin + part * BLOCK + tl.arange(0, BLOCK)
+                mask = word < WORDS - LEFT_OUT
+                word = tl.where(word < BEFORE, word, word + LEFT_OUT)
+                tl.store(target + word, tl.load(source + word, mask=mask), mask=mask)
+        part -= COPIERS
+    if (place >= 0) & (part >= 0):
+        weights, biases, block = pool, bias, place
+        if FETCH:
+            if key >= 0:
+                weights, biases, block = bank, bank_bias, key
+        rows = part * ROWS + tl.arange(0, ROWS)
         row = hidden + (pair // top_k) * hidden_width
         first = rows * 2 if INTERLEAVED else rows
         to_up: tl.constexpr = 1 if INTERLEAVED else width
-        gate_at = pool + place.to(tl.int64) * stride + first[:, None].to(tl.int64) * ROW
-        up_at = gate_at + to_up * ROW
+        inside_block = first[:, None].to(tl.int64) * ROW
+        gate_at = weights + block.to(tl.int64) * stride + inside_block
+        keep_at = pool + place.to(tl.int64) * stride + inside_block
         gate = tl.zeros((ROWS, COLUMNS), tl.float32)
         up = tl.zeros((ROWS, COLUMNS), tl.float32)
         for begin in range(0, hidden_width, COLUMNS):
             at = begin + tl.arange(0, COLUMNS)
             x = tl.load(row + at, mask=at < hidden_width, other=0.0).to(tl.float32)[None, :]
             inside = (rows[:, None] < width) & (at[None, :] < hidden_width)
-            gate += tl.load(gate_at + at[None, :] * COLUMN, mask=inside, other=0.0).to(tl.float32) * x
+            gates = tl.load(gate_at + at[None, :] * COLUMN, mask=inside, other=0.0)
+            gate += gates.to(tl.float32) * x
+            if FETCH:
+                tl.store(keep_at + at[None, :] * COLUMN, gates, mask=inside & (key >= 0))
             if GATED:
-                up += tl.load(up_at + at[None, :] * COLUMN, mask=inside, other=0.0).to(tl.float32) * x
+                ups = tl.load(gate_at + to_up * ROW + at[None, :] * COLUMN, mask=inside, other=0.0)
+                up += ups.to(tl.float32) * x
+                if FETCH:
+                    tl.store(keep_at + to_up * ROW + at[None, :] * COLUMN, ups, mask=inside & (key >= 0))
         g = tl.sum(gate, axis=1)
         u = tl.sum(up, axis=1) if GATED else 1.0
         if BIAS:
-            bias_at = bias + place.to(tl.int64) * stride + first
+            bias_at = biases + block.to(tl.int64) * stride + first
             g += tl.load(bias_at, mask=rows < width, other=0.0).to(tl.float32)
             if GATED:
                 u += tl.load(bias_at + to_up, mask=rows < width, other=0.0).to(tl.float32)
@@ -302,19 +350,37 @@ def gate_up(
     out: torch.Tensor,
     gate: Gate = PLAIN,
     bias: torch.Tensor | None = None,
+    misses: Misses | None = None,
 ) -> None:
-    """See the twin. Bound by the bytes of the weights: every program reads its own rows once."""
+    """See the twin. Bound by the bytes of the weights: every program reads its own rows once.
+
+    With ``misses`` the rows of a missed expert come over the link straight into the product; its other bytes are copied by
+    programs of the same launch.
+    """
     tokens, top_k, width = out.shape
     hidden_width = hidden.shape[1]
     rows, columns = GATE_UP_ROWS, GATE_UP_COLUMNS
     if weights.stride(2) != 1:
         rows, columns = GATE_UP_ACROSS
-    _gate_up[(triton.cdiv(width, rows), tokens * top_k)](
+    more = [weights, weights, weights, weights, places, places, places]
+    words = before = left_out = copiers = 0
+    if misses is not None:
+        pool, bank, tables = misses
+        typed = bank.view(weights.dtype).view(-1)
+        starts = [typed[(part.data_ptr() - pool.data_ptr()) // part.itemsize :] for part in (weights, bias) if part is not None]
+        more = [starts[0], starts[-1], bank.view(torch.int32), pool.view(torch.int32)]
+        more += [tables.miss_key, tables.miss_slot, tables.miss_count]
+        start = weights.data_ptr() - pool.data_ptr()
+        end = start + weights.shape[1] * weights.shape[2] * weights.itemsize
+        words, before, copiers = pool.shape[1] // 4, -(-start // 4), COPY_BLOCKS
+        left_out = max(0, end // 4 - before)
+    _gate_up[(triton.cdiv(width, rows) + copiers, tokens * top_k)](
         hidden,
         places,
         weights,
         weights if bias is None else bias,
         out,
+        *more,
         weights.stride(0),
         hidden_width=hidden_width,
         width=width,
@@ -331,6 +397,13 @@ def gate_up(
         limit=gate.limit if math.isfinite(gate.limit) else 0.0,
         ROWS=rows,
         COLUMNS=min(columns, triton.next_power_of_2(hidden_width)),
+        FETCH=misses is not None,
+        MOST=triton.next_power_of_2(top_k),
+        COPIERS=copiers,
+        WORDS=words,
+        BEFORE=before,
+        LEFT_OUT=left_out,
+        BLOCK=COPY_WORDS,
         num_warps=4,
     )
 

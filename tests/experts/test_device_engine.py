@@ -154,17 +154,18 @@ def test_clearing_empties_the_tables_too(rig):
     rig.check()
 
 
-def test_a_failed_step_leaves_nothing_to_be_believed(rig, monkeypatch):
+@pytest.mark.parametrize(("rows", "kernel"), [(1, "route"), (1, "gate_up"), (2, "copy_misses"), (2, "down")])
+def test_a_failed_step_leaves_nothing_to_be_believed(rows, kernel, rig, monkeypatch):
     rig.device_call(0, *rig.draw(1))
 
     def fail(*_):
         raise slot_rig.Injected
 
     with monkeypatch.context() as patch:
-        patch.setattr(rig.engine.ops, "copy_misses", fail)
+        patch.setattr(rig.engine.ops, kernel, fail)
         rig.engine.enter()
         with pytest.raises(slot_rig.Injected), rig.engine.step():
-            rig.run(1, *rig.draw(1))
+            rig.run(1, *rig.draw(rows))
     rig.engine.abandon()
     assert len(rig.runtime.policy) == 0 and not rig.engine.stepping
     assert rig.runtime.counters.recoveries == 1

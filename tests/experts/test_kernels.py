@@ -10,7 +10,7 @@ import random
 
 import pytest
 import torch
-from triton_here import DEVICE, INTERPRETED, KERNELS_RUN, needs_kernels, run_interpreted, runs_itself
+from triton_here import DEVICE, INTERPRETED, KERNELS_RUN, close, needs_kernels, run_interpreted, runs_itself
 
 from airllm.experts import kernel_twins as twins
 from airllm.experts import policy as policies
@@ -231,6 +231,60 @@ def test_every_variant_agrees_with_the_twins(variant):
     for ours, theirs in zip(*results, strict=True):
         scale = float(theirs.abs().max()) + 1e-6
         assert float((ours - theirs).abs().max()) <= (1e-4 if dtype == torch.float32 else 3e-2) * scale
+
+
+@needs_kernels
+@pytest.mark.parametrize("down_first", [False, True])
+@pytest.mark.parametrize("variant", ["plain", "biases", "no gate", "no gate, biases", "interleaved, biases"])
+@pytest.mark.parametrize(("hidden_width", "width", "top_k", "dtype"), [
+    (70, 10, 3, torch.float32), (600, 7, 2, torch.float16), (33, 5, 16, torch.float16), (4, 40, 1, torch.float16),
+])  # fmt: skip
+def test_missed_experts_are_computed_on_their_way_into_their_places(
+    hidden_width, width, top_k, dtype, variant, down_first, monkeypatch
+):
+    monkeypatch.setattr(kernels, "COPY_WORDS", 64)
+    gate = Gate(gated="no gate" not in variant, interleaved="interleaved" in variant, activation="relu")
+    generator, experts, slots = torch.Generator().manual_seed(top_k), 40, 20
+    into = gate.parts * width
+    sizes = {"up": into * hidden_width, "up_bias": into, "down": hidden_width * width, "down_bias": hidden_width}
+    order = ["down", "up", "up_bias", "down_bias"] if down_first else list(sizes)
+    values = -(-sum(sizes.values()) // 8) * 8
+
+    def drawn(*shape: int) -> torch.Tensor:
+        return (torch.randn(*shape, generator=generator) * 0.3).to(dtype)
+
+    bank = drawn(experts, values).view(torch.uint8)
+    bank = bank.pin_memory() if DEVICE.type == "cuda" else bank
+    start = dict(zip(order, [sum(sizes[n] for n in order[:i]) for i in range(4)], strict=True))
+    keys = torch.randperm(experts, generator=generator)[:top_k]
+    places = torch.randperm(slots, generator=generator)[:top_k].int()
+    hidden, filled = drawn(1, hidden_width).to(DEVICE), drawn(slots, values)
+    misses = range(0, top_k, 2)
+    results = []
+    for ops in (kernels, twins):
+        pool = filled.clone()
+        for pair in set(range(top_k)) - set(misses):
+            pool[places[pair]] = bank[keys[pair]].view(dtype)
+        pool = pool.to(DEVICE)
+        tables = AgedTables(2, experts // 2, slots, 2, 8 * top_k, DEVICE)
+        tables.miss_key[:], tables.miss_slot[:] = 39, int(places[-1])  # left over from calls before
+        for number, pair in enumerate(misses):
+            tables.miss_key[number], tables.miss_slot[number] = int(keys[pair]), int(places[pair])
+        tables.miss_count.fill_(len(misses))
+        at = places.clone()
+        if top_k > 4:
+            at[3] = -1  # a skipped id
+        up = pool[:, start["up"] :][:, : sizes["up"]].unflatten(1, (into, hidden_width))
+        bias = pool[:, start["up_bias"] :][:, :into] if "biases" in variant else None
+        out = torch.zeros(1, top_k, width, dtype=dtype, device=DEVICE)
+        moved = twins.Misses(pool.view(torch.uint8), bank, tables)
+        ops.gate_up(hidden, at.to(DEVICE), up, out, gate, bias, moved)
+        results.append((out.float(), pool))
+    (ours, our_pool), (theirs, their_pool) = results
+    assert torch.equal(our_pool, their_pool), "each missed expert is there as a whole, and nothing else has changed"
+    for pair in misses:
+        assert torch.equal(our_pool[places[pair]].cpu(), bank[keys[pair]].view(dtype))
+    assert close(ours, theirs, dtype)
 
 
 @needs_kernels
