@@ -79,9 +79,14 @@ class Forced:
         self._by_layer = {dtype: by_layer.to(dtype) for dtype in (torch.int32, torch.int64)}
 
     def at(self, layer: int, position: int | torch.Tensor, index: torch.Tensor) -> torch.Tensor:
-        """In place of ``index`` [rows, K], like it; ``position`` an integer, or a tensor [1] that is read on the device."""
-        table = self._by_layer[index.dtype][layer, :, : index.shape[0]]
-        return table.index_select(0, position)[0] if isinstance(position, torch.Tensor) else table[position]
+        """In place of ``index`` [rows, K], like it; ``position`` an integer, or a tensor [1] that is read on the device, once
+        for all layers: they come in order."""
+        table = self._by_layer[index.dtype]
+        if not isinstance(position, torch.Tensor):
+            return table[layer, position, : index.shape[0]]
+        if layer == 0:
+            self._row = table[:, :, : index.shape[0]].index_select(1, position)[:, 0]
+        return self._row[layer]
 
 
 @contextmanager
@@ -89,7 +94,7 @@ def forced(model: Any, table: torch.Tensor, first: int, positions: int = 1024) -
     """Within the block every decoded token of ``model`` goes to the experts of ``table`` [tokens, layers, top_k].
 
     ``model``: one of airllm's on slots, with either engine, or a plain one of transformers. ``first``: the prompt's length, at
-    least 2. ``positions``: the most of prompt and new tokens. In the device engine it costs one small kernel a layer, within
+    least 2. ``positions``: the most of prompt and new tokens. In the device engine it costs one small kernel a token, within
     the recording.
     """
     runtime = getattr(model, "_runtime", None)
