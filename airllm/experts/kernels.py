@@ -146,6 +146,53 @@ def _missed(place, miss_key, miss_slot, miss_count, most: tl.constexpr, MOST: tl
 
 
 @triton.jit
+def _gate_and_up(
+    row,
+    weights,
+    biases,
+    keep,
+    rows,
+    hidden_width: tl.constexpr,
+    width: tl.constexpr,
+    ROW: tl.constexpr,
+    COLUMN: tl.constexpr,
+    BIAS: tl.constexpr,
+    GATED: tl.constexpr,
+    INTERLEAVED: tl.constexpr,
+    ROWS: tl.constexpr,
+    COLUMNS: tl.constexpr,
+    KEEP: tl.constexpr,
+):
+    """The products of a ``row`` with ``rows`` of one expert's gate and up; with KEEP the weights go to ``keep`` as well."""
+    first = rows * 2 if INTERLEAVED else rows
+    to_up: tl.constexpr = 1 if INTERLEAVED else width
+    start = first[:, None].to(tl.int64) * ROW
+    gate = tl.zeros((ROWS, COLUMNS), tl.float32)
+    up = tl.zeros((ROWS, COLUMNS), tl.float32)
+    for begin in range(0, hidden_width, COLUMNS):
+        at = begin + tl.arange(0, COLUMNS)
+        x = tl.load(row + at, mask=at < hidden_width, other=0.0).to(tl.float32)[None, :]
+        inside = (rows[:, None] < width) & (at[None, :] < hidden_width)
+        there = start + at[None, :] * COLUMN
+        gates = tl.load(weights + there, mask=inside, other=0.0)
+        if GATED:
+            ups = tl.load(weights + there + to_up * ROW, mask=inside, other=0.0)
+            up += ups.to(tl.float32) * x
+            if KEEP:
+                tl.store(keep + there + to_up * ROW, ups, mask=inside)
+        gate += gates.to(tl.float32) * x
+        if KEEP:
+            tl.store(keep + there, gates, mask=inside)
+    g = tl.sum(gate, axis=1)
+    u = tl.sum(up, axis=1)
+    if BIAS:
+        g += tl.load(biases + first, mask=rows < width, other=0.0).to(tl.float32)
+        if GATED:
+            u += tl.load(biases + first + to_up, mask=rows < width, other=0.0).to(tl.float32)
+    return g, u
+
+
+@triton.jit
 def _gate_up(
     hidden,
     places,
@@ -199,45 +246,28 @@ def _gate_up(
                 tl.store(target + word, tl.load(source + word, mask=mask), mask=mask)
         part -= COPIERS
     if (place >= 0) & (part >= 0):
-        weights, biases, block = pool, bias, place
-        if FETCH:
-            if key >= 0:
-                weights, biases, block = bank, bank_bias, key
         rows = part * ROWS + tl.arange(0, ROWS)
         row = hidden + (pair // top_k) * hidden_width
-        first = rows * 2 if INTERLEAVED else rows
-        to_up: tl.constexpr = 1 if INTERLEAVED else width
-        inside_block = first[:, None].to(tl.int64) * ROW
-        gate_at = weights + block.to(tl.int64) * stride + inside_block
-        keep_at = pool + place.to(tl.int64) * stride + inside_block
-        gate = tl.zeros((ROWS, COLUMNS), tl.float32)
-        up = tl.zeros((ROWS, COLUMNS), tl.float32)
-        for begin in range(0, hidden_width, COLUMNS):
-            at = begin + tl.arange(0, COLUMNS)
-            x = tl.load(row + at, mask=at < hidden_width, other=0.0).to(tl.float32)[None, :]
-            inside = (rows[:, None] < width) & (at[None, :] < hidden_width)
-            gates = tl.load(gate_at + at[None, :] * COLUMN, mask=inside, other=0.0)
-            gate += gates.to(tl.float32) * x
-            if FETCH:
-                tl.store(keep_at + at[None, :] * COLUMN, gates, mask=inside & (key >= 0))
-            if GATED:
-                ups = tl.load(gate_at + to_up * ROW + at[None, :] * COLUMN, mask=inside, other=0.0)
-                up += ups.to(tl.float32) * x
-                if FETCH:
-                    tl.store(keep_at + to_up * ROW + at[None, :] * COLUMN, ups, mask=inside & (key >= 0))
-        g = tl.sum(gate, axis=1)
-        u = tl.sum(up, axis=1) if GATED else 1.0
-        if BIAS:
-            bias_at = biases + block.to(tl.int64) * stride + first
-            g += tl.load(bias_at, mask=rows < width, other=0.0).to(tl.float32)
-            if GATED:
-                u += tl.load(bias_at + to_up, mask=rows < width, other=0.0).to(tl.float32)
+        here = place.to(tl.int64) * stride
+        if key >= 0:
+            there = key.to(tl.int64) * stride
+            g, u = _gate_and_up(
+                row, bank + there, bank_bias + there, pool + here, rows,
+                hidden_width, width, ROW, COLUMN, BIAS, GATED, INTERLEAVED, ROWS, COLUMNS, FETCH,
+            )  # fmt: skip
+        else:
+            g, u = _gate_and_up(
+                row, pool + here, bias + here, pool, rows,
+                hidden_width, width, ROW, COLUMN, BIAS, GATED, INTERLEAVED, ROWS, COLUMNS, False,
+            )  # fmt: skip
         if LIMITED:
             g = tl.minimum(g, limit)
             u = tl.minimum(tl.maximum(u, -limit), limit)
         if offset != 0:
             u += offset
-        inner = _activate(g, slope, KIND) * u
+        inner = _activate(g, slope, KIND)
+        if GATED:
+            inner *= u
         tl.store(out + pair * width + rows, inner.to(out.dtype.element_ty), mask=rows < width)
 
 

@@ -27,6 +27,56 @@ SPLIT_POSITIONS, MAX_SPLITS = 128, 32
 
 
 @triton.jit
+def _products(
+    x,
+    norm_weight,
+    norm_bias,
+    mean,
+    scale,
+    normed,
+    weight,
+    bias,
+    rows,
+    inside,
+    K: tl.constexpr,
+    BATCH: tl.constexpr,
+    ROW_OF: tl.constexpr,
+    NORM: tl.constexpr,
+    BIAS: tl.constexpr,
+    KEEP: tl.constexpr,
+    ROWS: tl.constexpr,
+    COLUMNS: tl.constexpr,
+):
+    """[ROW_OF, ROWS]: the normed rows of ``x`` times ``rows`` of one weight, plus its bias."""
+    b = tl.arange(0, ROW_OF)
+    c = tl.arange(0, COLUMNS)
+    sums = tl.zeros((ROW_OF, ROWS), tl.float32)
+    for begin in range(0, K, COLUMNS):
+        at = begin + c
+        tile = tl.load(
+            weight + rows[:, None].to(tl.int64) * K + at[None, :],
+            mask=inside[:, None] & (at[None, :] < K),
+            other=0.0,
+        ).to(tl.float32)
+        for row in tl.static_range(BATCH):
+            value = tl.load(x + row * K + at, mask=at < K, other=0.0).to(tl.float32)
+            if NORM > 0:
+                value -= tl.sum(tl.where(b == row, mean, 0.0), axis=0)
+                value *= tl.sum(tl.where(b == row, scale, 0.0), axis=0)
+                value *= tl.load(norm_weight + at, mask=at < K, other=0.0).to(tl.float32)
+                if NORM == 1:
+                    value += tl.load(norm_bias + at, mask=at < K, other=0.0).to(tl.float32)
+                if KEEP:
+                    if tl.program_id(0) == 0:
+                        tl.store(normed + row * K + at, value.to(normed.dtype.element_ty), mask=at < K)
+            products = tl.sum(tile * value[None, :], axis=1)
+            sums = tl.where(b[:, None] == row, sums + products[None, :], sums)
+    if BIAS:
+        sums += tl.load(bias + rows, mask=inside, other=0.0).to(tl.float32)[None, :]
+    return sums
+
+
+@triton.jit
 def _project(
     x,
     norm_weight,
@@ -56,12 +106,12 @@ def _project(
     COLUMNS: tl.constexpr,
 ):
     first = tl.program_id(0) * ROWS
-    weight, bias, local, rows_here = w0, b0, first, n0
+    local, rows_here = first, n0
     if PARTS > 1:
         if first >= n0 + n1:
-            weight, bias, local, rows_here = w2, b2, first - n0 - n1, total - n0 - n1
+            local, rows_here = first - n0 - n1, total - n0 - n1
         elif first >= n0:
-            weight, bias, local, rows_here = w1, b1, first - n0, n1
+            local, rows_here = first - n0, n1
     r = tl.arange(0, ROWS)
     b = tl.arange(0, ROW_OF)
     c = tl.arange(0, COLUMNS)
@@ -71,11 +121,11 @@ def _project(
     if NORM > 0:
         for row in tl.static_range(BATCH):
             if NORM == 1:
-                sums = tl.zeros((COLUMNS,), tl.float32)
+                added = tl.zeros((COLUMNS,), tl.float32)
                 for begin in range(0, K, COLUMNS):
                     at = begin + c
-                    sums += tl.load(x + row * K + at, mask=at < K, other=0.0).to(tl.float32)
-                mean = tl.where(b == row, tl.sum(sums, axis=0) / K, mean)
+                    added += tl.load(x + row * K + at, mask=at < K, other=0.0).to(tl.float32)
+                mean = tl.where(b == row, tl.sum(added, axis=0) / K, mean)
             middle = tl.sum(tl.where(b == row, mean, 0.0), axis=0)
             squares = tl.zeros((COLUMNS,), tl.float32)
             for begin in range(0, K, COLUMNS):
@@ -83,29 +133,28 @@ def _project(
                 away = tl.load(x + row * K + at, mask=at < K, other=0.0).to(tl.float32) - middle
                 squares += tl.where(at < K, away * away, 0.0)
             scale = tl.where(b == row, 1.0 / tl.sqrt(tl.sum(squares, axis=0) / K + eps), scale)
-    sums = tl.zeros((ROW_OF, ROWS), tl.float32)
-    for begin in range(0, K, COLUMNS):
-        at = begin + c
-        tile = tl.load(
-            weight + (local + r)[:, None].to(tl.int64) * K + at[None, :],
-            mask=inside[:, None] & (at[None, :] < K),
-            other=0.0,
-        ).to(tl.float32)
-        for row in tl.static_range(BATCH):
-            value = tl.load(x + row * K + at, mask=at < K, other=0.0).to(tl.float32)
-            if NORM > 0:
-                value -= tl.sum(tl.where(b == row, mean, 0.0), axis=0)
-                value *= tl.sum(tl.where(b == row, scale, 0.0), axis=0)
-                value *= tl.load(norm_weight + at, mask=at < K, other=0.0).to(tl.float32)
-                if NORM == 1:
-                    value += tl.load(norm_bias + at, mask=at < K, other=0.0).to(tl.float32)
-                if KEEP:
-                    if tl.program_id(0) == 0:
-                        tl.store(normed + row * K + at, value.to(normed.dtype.element_ty), mask=at < K)
-            products = tl.sum(tile * value[None, :], axis=1)
-            sums = tl.where(b[:, None] == row, sums + products[None, :], sums)
-    if BIAS:
-        sums += tl.load(bias + local + r, mask=inside, other=0.0).to(tl.float32)[None, :]
+    # The weight is no pointer chosen by a branch: Triton's compiler for AMD refuses those up to 3.6 at least.
+    if PARTS > 1:
+        if first >= n0 + n1:
+            sums = _products(
+                x, norm_weight, norm_bias, mean, scale, normed, w2, b2, local + r, inside,
+                K, BATCH, ROW_OF, NORM, BIAS, KEEP, ROWS, COLUMNS,
+            )  # fmt: skip
+        elif first >= n0:
+            sums = _products(
+                x, norm_weight, norm_bias, mean, scale, normed, w1, b1, local + r, inside,
+                K, BATCH, ROW_OF, NORM, BIAS, KEEP, ROWS, COLUMNS,
+            )  # fmt: skip
+        else:
+            sums = _products(
+                x, norm_weight, norm_bias, mean, scale, normed, w0, b0, local + r, inside,
+                K, BATCH, ROW_OF, NORM, BIAS, KEEP, ROWS, COLUMNS,
+            )  # fmt: skip
+    else:
+        sums = _products(
+            x, norm_weight, norm_bias, mean, scale, normed, w0, b0, local + r, inside,
+            K, BATCH, ROW_OF, NORM, BIAS, KEEP, ROWS, COLUMNS,
+        )  # fmt: skip
     to = b[:, None] * total + (first + r)[None, :]
     mask = (b[:, None] < BATCH) & inside[None, :]
     if RESIDUAL:
