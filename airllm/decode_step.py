@@ -21,6 +21,7 @@ from transformers.modeling_outputs import MoeCausalLMOutputWithPast
 from airllm import transformers_private as private
 from airllm.experts.device_engine import MAX_ROWS, DeviceEngine
 from airllm.recorded_layers import SameSettings, Unchanged
+from airllm.run_ahead import RunAhead
 from airllm.step_cache import StepCache
 from airllm.step_plan import cache_name
 from airllm.step_state import StepPlan, StepState
@@ -76,6 +77,7 @@ class DecodeStepper:
         self._greedy = False
         self._broken = ""
         self._stream = torch.cuda.Stream(engine.device) if engine.device.type == "cuda" else None
+        self._ahead = RunAhead(self._launch, self._stream)
         private.replace_cache_preparation(model, self._prepare)
 
     # --- around generate ----------------------------------------------------------------------------------------------
@@ -92,6 +94,7 @@ class DecodeStepper:
         try:
             yield
         finally:
+            self._ahead.join()
             self._thread, self._active, self._greedy = outer if nested else (None, None, False)
 
     def hand_out(self, result: Any) -> Any:
@@ -105,10 +108,12 @@ class DecodeStepper:
         """Stands before generate's own making of a cache; ``call`` is (config, model_kwargs, mode, batch, max length)."""
         if self._thread != threading.get_ident():
             return original(*call)
+        self._ahead.drop()
         config, model_kwargs, mode, batch, max_length = call
         batch *= max(config.num_return_sequences or 1, config.num_beams or 1)
         self.reason = self._refuse(config, model_kwargs, mode, batch, max_length + 1)
         self._greedy = getattr(mode, "value", mode) == "greedy_search"
+        self._ahead.until = max_length if self._greedy else 0
         if not self.reason:
             self._active = self._state_for(batch, max_length + 1)
         if self._active is None:
@@ -176,6 +181,7 @@ class DecodeStepper:
 
     def _forget(self, states: list[StepState]) -> None:
         """Give their caches and recordings back: the allocator keeps a recording's memory for nobody until it is emptied."""
+        self._ahead.drop()
         recorded = any(state.graph is not None for state in states)
         self._states = [kept for kept in self._states if kept not in states]
         for state in states:
@@ -209,9 +215,12 @@ class DecodeStepper:
         """A forward of the model: as a step if it is one, else by calling ``plain``."""
         state = self._active
         if state is None or self._thread != threading.get_ident() or not self._is_step(state, args, kwargs):
+            self._ahead.drop()
             return plain()
+        output = None
         try:
-            return self._step(state, kwargs)
+            output = self._step(state, kwargs)
+            self._ahead.start(state, output.logits, kwargs["input_ids"], kwargs["position_ids"])
         except CaptureError as error:
             self._give_up(f"recording failed: {error}")
         except torch.OutOfMemoryError as error:
@@ -221,7 +230,7 @@ class DecodeStepper:
             self._forget([state])
             self._active = None
             raise
-        return plain()
+        return plain() if output is None else output  # a step that was computed is not to be computed again
 
     def _give_up(self, reason: str) -> None:
         log.warning("decoded tokens take the plain way from now on: %s", reason)
@@ -251,20 +260,32 @@ class DecodeStepper:
 
     def _step(self, state: StepState, kwargs: dict[str, Any]) -> Any:
         self.engine.enter()
-        state.load(kwargs["input_ids"], kwargs["position_ids"], kwargs.get("attention_mask"))
-        if state.graph is None and state.warm and self._stream is not None:
-            self._capture(state)
-        if state.graph is not None:
-            state.graph.replay()
-            self._watch.show(state.watched)
-            output = state.output
-        else:
-            output = self._on_stream(lambda: self._body(state))
-            state.warm = True
+        ids, positions = kwargs["input_ids"], kwargs["position_ids"]
+        if not self._ahead.take(state, ids, positions):
+            state.load(ids, positions, kwargs.get("attention_mask"))
+            if state.graph is None and state.warm and self._stream is not None:
+                self._capture(state)
+            self._on_stream(lambda: self._launch(state))
+        fields = {name: value for name, value in state.output.items() if name != "logits"}
+        output = type(state.output)(logits=state.output.logits.clone(), **fields)
         state.cache.advance(1)
         self.steps += 1
-        fields = {name: value for name, value in output.items() if name != "logits"}
-        return type(output)(logits=output.logits.clone(), **fields)
+        return output
+
+    def _launch(self, state: StepState) -> None:
+        """From the state's inputs to its ``output``."""
+        if state.graph is None:
+            state.output = self._body(state)
+            state.warm = True
+        else:
+            state.graph.replay()
+            self._watch.show(state.watched)
+
+    def look_back(self) -> None:
+        """See `airllm.guard.Stepper`."""
+        if self._ahead.pending:
+            self.engine.enter()
+            self._ahead.go_back()
 
     def _body(self, state: StepState) -> Any:
         """The step itself, from and to fixed tensors."""
@@ -328,6 +349,8 @@ class DecodeStepper:
         return {
             "device_engine_reason": self.reason,
             "device_engine_steps": self.steps,
+            "device_engine_steps_ahead": self._ahead.launched,
+            "device_engine_steps_discarded": self._ahead.discarded,
             "device_engine_captures": self.captures,
             "device_engine_kernels": self.engine.ops.NAME,
             "device_engine_fused": self._fused is not None,

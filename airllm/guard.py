@@ -52,6 +52,9 @@ class Stepper(Protocol):
         The device then need not wait for the host. Not so when they are sampled from: torch's sampling must not see a NaN.
         """
 
+    def look_back(self) -> None:
+        """Show the watch the latest forward's layers again, where something has run since."""
+
     def run(self, plain: Callable[[], Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """The forward that was called with ``args`` and ``kwargs``; ``plain()`` runs it as it is."""
 
@@ -128,6 +131,8 @@ class ForwardGuard:
         unread, self._unread = self._unread, None
         if unread is None or bool(unread[0]):
             return
+        if self.stepper is not None:
+            self.stepper.look_back()
         where = self._streamer.watch.first_bad() or "the head (every decoder layer's output is finite)"
         raise NonFiniteError(
             f"the logits are not finite; the first output that is not comes from {where}, computed in "

@@ -7,10 +7,12 @@
 
 A decoded token's time is taken from whole calls of generate without a streamer: (time of N + 1 new tokens - time of 1) / N,
 the median of several. Its floor is the larger of the missed bytes over the pinned link, with the misses that one global LRU
-has on the same script at the same budget, and the bytes the device must read over its bandwidth. The script is a fixed list
-of random tokens: free greedy decoding on random weights falls into loops. In the section "routing" every decoded token goes
-where the recorded routing of the shipped model says, mapped onto the geometry (forced_routing.py). The section "gain" sets the
-cache's policy against one LRU and against no cache (the slots of one layer). The last line is one JSON object.
+has on the same script at the same budget, and the bytes the device must read over its bandwidth. The script is a fixed list of
+random tokens: free greedy decoding on random weights falls into loops. The model is made to say it of itself
+(forced_tokens.py), as in a greedy call; "nothing ahead" is with a logits processor that forces it. In the section "routing"
+every decoded token goes where the recorded routing of the shipped model says, mapped onto the geometry (forced_routing.py).
+The section "gain" sets the cache's policy against one LRU and against no cache (the slots of one layer). The last line is one
+JSON object.
 """
 
 from __future__ import annotations
@@ -22,14 +24,14 @@ import statistics
 import sys
 import time
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from pathlib import Path
 from typing import Any
 
 import torch
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
-from benchmarks import floors, forced_routing, kernel_table, machine, policy_replay  # noqa: E402
+from benchmarks import floors, forced_routing, forced_tokens, kernel_table, machine, policy_replay  # noqa: E402
 from benchmarks.build_checkpoint import ensure  # noqa: E402
 from benchmarks.cases import Script  # noqa: E402
 from benchmarks.expert_cache import random_ids  # noqa: E402
@@ -132,12 +134,14 @@ def counters(model: Any) -> dict[str, float]:
     return {name: stats[name] for name in _COUNTED}
 
 
-def decode(bench: Bench, model: Any, batch: int = 1) -> dict[str, Any]:
-    """Seconds a step of ``batch`` tokens, and what moved in it."""
+def decode(bench: Bench, model: Any, batch: int = 1, said: bool = True) -> dict[str, Any]:
+    """Seconds a step of ``batch`` tokens, and what moved in it. ``said``: the model itself says the script's tokens."""
     ids, tokens = bench.ids(PROMPT_TOKENS, batch), bench.args.tokens
-    bench.call(model, ids, tokens)
-    steps, counted = bench.steps(model, ids, lambda: counters(model))
-    after, moved = model.get_expert_cache_stats(), [each["h2d_bytes"] / tokens for each in counted]
+    with forced_tokens.said(model, bench.script, PROMPT_TOKENS) if said else nullcontext():
+        bench.call(model, ids, tokens)
+        steps, counted = bench.steps(model, ids, lambda: counters(model))
+        after, moved = model.get_expert_cache_stats(), [each["h2d_bytes"] / tokens for each in counted]
+        replayed = replay_s(bench, model)
     hits, misses = (sum(each[name] for each in counted) for name in ("hits", "misses"))
     return {"step_s": statistics.median(steps), "steps_s": steps, "moved_bytes": statistics.median(moved)} | {
         "hit_rate": hits / (hits + misses) if hits + misses else None,
@@ -145,6 +149,9 @@ def decode(bench: Bench, model: Any, batch: int = 1) -> dict[str, Any]:
         "engine": after["engine"],
         "reason": after["device_engine_reason"],
         "steps_served": after.get("device_engine_steps"),
+        "steps_ahead": after.get("device_engine_steps_ahead"),
+        "steps_discarded": after.get("device_engine_steps_discarded"),
+        "replay_s": replayed,
         "peak_reserved_bytes": machine.device_memory(bench.device).get("peak_reserved_bytes"),
     }
 
@@ -174,15 +181,15 @@ def decoding(bench: PhiBench) -> dict[str, Any]:
             lru = decode(bench, model, batch)
         with bench.slots(budget) as model:
             ours = decode(bench, model, batch)
-            ours["replay_s"] = replay_s(bench, model)
         floor = floors.slot_floor(lru["moved_bytes"], tokens_read, bench.rates)
         found[name] = {"ours": ours, "lru": lru, "floor_s": floor.seconds, "floor_set_by": floor.set_by}
     with bench.slots(everything) as model:
-        ours = decode(bench, model)
-        ours["replay_s"] = replay_s(bench, model)
-    found["every expert in a slot"] = {"ours": ours, "floor_s": floors.resident_floor(tokens_read, bench.rates).seconds}
-    if ours["replay_s"]:
-        found["host_s_a_token"] = ours["step_s"] - ours["replay_s"]
+        floor = floors.resident_floor(tokens_read, bench.rates).seconds
+        found["every expert in a slot"] = {"ours": (ours := decode(bench, model)), "floor_s": floor}
+        found["every expert in a slot, nothing ahead"] = {"ours": (waits := decode(bench, model, said=False)), "floor_s": floor}
+    if waits["replay_s"]:
+        found["host_s_a_token"] = waits["step_s"] - waits["replay_s"]
+        found["host_s_a_token_ahead"] = ours["step_s"] - ours["replay_s"]
     return found
 
 
@@ -301,7 +308,8 @@ def as_text(result: dict[str, Any]) -> Iterator[str]:
         yield f"  {name}: {row['seconds'] * 1e6:.2f} us {share}"
     for name, row in result.get("decoding", {}).items():
         if isinstance(row, float):
-            yield f"  host time a token outside the recorded step: {row * 1e3:.2f} ms"
+            ahead = " with steps launched ahead" if name.endswith("ahead") else ""
+            yield f"  time a token outside the recorded step{ahead}: {row * 1e3:.2f} ms"
         else:
             yield decoding_line(name, row)
     if "routing" in result:

@@ -105,7 +105,7 @@ def engine_rows(engine: dict[str, Any]) -> list[str]:
         lines.append(f"| a prompt of {name} | {times} | |")
     errors = ", ".join(f"{name} {row['mean']:.2f}" for name, row in engine["logits_error"].items())
     host_ms = engine["decoding"]["host_s_a_token"] * 1e3
-    host = f"Host time a token outside the recorded step: {host_ms:.2f} ms."
+    host = f"Host time a token outside the recorded step, where nothing is launched ahead: {host_ms:.2f} ms."
     return [*lines, "", f"{host} Mean error of the logits against a float32 model: {errors}."]
 
 

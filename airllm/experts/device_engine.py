@@ -185,12 +185,14 @@ class DeviceEngine:
         """What ``leave`` would add to the counters, and the residents as they are now. Waits for the device."""
         if not self.ahead:
             return {}
+        self._synchronize()  # steps may run on another stream than the one that reads
         counts = self._as_counters(self.tables.read_counts())
         residents = int((self.tables.owner >= 0).sum())
         return {**counts, "resident_experts": residents, "resident_bytes": residents * self._expert_bytes}
 
     def reset_counts(self) -> None:
         """Counters on the device to zero."""
+        self._synchronize()
         self.tables.counts.zero_()
 
     def close(self) -> None:

@@ -104,6 +104,20 @@ def test_memory_is_taken_when_touched_and_goes_when_closed() -> None:
     assert resident_bytes(*place) < 8 * MIB and process_bytes() - before < 8 * MIB
 
 
+def huge_pages() -> bool:
+    """Whether the system gives huge pages to those who ask."""
+    setting = Path("/sys/kernel/mm/transparent_hugepage/enabled")
+    return setting.exists() and "[never]" not in setting.read_text()
+
+
+@pytest.mark.skipif(not huge_pages(), reason="the system gives no huge pages")
+def test_a_block_lies_in_huge_pages_where_the_system_gives_them() -> None:
+    block = HostBlock(64 * MIB)
+    block.tensor.fill_(1)
+    assert resident_bytes(block.tensor.data_ptr(), 64 * MIB, "AnonHugePages") >= 32 * MIB, "all but the ends, memory permitting"
+    block.close()
+
+
 # --- pinning ----------------------------------------------------------------------------------------------------------
 
 

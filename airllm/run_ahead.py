@@ -1,0 +1,101 @@
+"""The next step of greedy decoding, launched before generate asks for it, so that the device does not wait for the host.
+
+Between two forwards generate looks at the token, asks the stopping criteria, hands the token to the streamer and prepares the
+next forward: some tenths of a millisecond in which the device would stand still. But in greedy decoding the next token is known
+on the device as soon as the logits are. So it is taken there, and its step launched on a stream of its own. When generate comes
+with its token the two are compared, while that step runs; a step that is not the one asked for is thrown away: what it wrote
+into the cache of keys and values lies behind all that counts, and is written over.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import torch
+
+from airllm.step_state import StepState
+
+
+class RunAhead:
+    """At most one step that nobody has asked for yet.
+
+    Args:
+        launch: computes a step from the state's fixed inputs to its ``output``.
+        stream: where steps run; None on the CPU, where nothing is launched ahead unless ``on`` is set: nothing would be gained.
+
+    ``until``: the positions that this call of generate will have computed at its end at most, where it is greedy; else 0.
+    """
+
+    def __init__(self, launch: Callable[[StepState], None], stream: torch.cuda.Stream | None) -> None:
+        self.on = stream is not None
+        self.until = 0
+        self.launched = self.discarded = 0
+        self._launch, self._stream = launch, stream
+        self._state: StepState | None = None  # whose next step has been launched
+        self._asked: tuple[torch.Tensor, torch.Tensor] | None = None  # ids and positions of the step before it
+
+    @property
+    def pending(self) -> bool:
+        """Whether a step has been launched that nobody has asked for."""
+        return self._state is not None
+
+    def start(self, state: StepState, logits: torch.Tensor, ids: torch.Tensor, positions: torch.Tensor) -> None:
+        """Launch the step of the token that ``logits`` [B, 1, vocabulary] say, which came from ``ids`` at ``positions``."""
+        recorded = state.graph is not None or self._stream is None
+        if not self.on or not recorded or state.cache.seen >= self.until:
+            return
+        torch.argmax(logits[:, -1].float(), dim=-1, keepdim=True, out=state.ids)  # as generate takes it
+        state.positions.add_(1)
+        state.slot.add_(1)
+        self._run(state)
+        self.launched += 1
+        self._state, self._asked = state, (ids, positions)
+
+    def take(self, state: StepState, ids: torch.Tensor, positions: torch.Tensor) -> bool:
+        """Whether the step of ``ids`` and ``positions`` [B, 1] has been launched already; the current stream waits for it.
+
+        After a wrong guess this call of generate makes no more: something stands between its logits and its tokens.
+        """
+        if self._state is None:
+            return False
+        same = self._state is state and torch.equal(ids, state.ids) and torch.equal(positions, state.positions)
+        if same:
+            self._state = None
+            self.join()
+        else:
+            self.until = 0
+            self.drop()
+        return same
+
+    def drop(self) -> None:
+        """Throw away what was launched and not asked for. Its memory may be used again by what the current stream does next."""
+        if self._state is not None:
+            self._state, self._asked = None, None
+            self.discarded += 1
+            self.join()
+
+    def go_back(self) -> None:
+        """Compute the latest step that was asked for once more: the one launched after it has written over what it left."""
+        state, asked = self._state, self._asked
+        if state is None or asked is None:
+            return
+        self.drop()
+        state.ids.copy_(asked[0])
+        state.positions.copy_(asked[1])
+        state.slot.sub_(1)
+        self._run(state)
+        self.join()
+
+    def join(self) -> None:
+        """The current stream goes on after everything that was launched."""
+        if self._stream is not None:
+            torch.cuda.current_stream(self._stream.device).wait_stream(self._stream)
+
+    def _run(self, state: StepState) -> None:
+        """On the stream, after what the current one does; the current one does not wait."""
+        if self._stream is None:
+            self._launch(state)
+            return
+        self._stream.wait_stream(torch.cuda.current_stream(self._stream.device))
+        with torch.cuda.stream(self._stream):
+            self._launch(state)
