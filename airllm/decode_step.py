@@ -19,6 +19,7 @@ from transformers import PreTrainedModel
 from transformers.modeling_outputs import MoeCausalLMOutputWithPast
 
 from airllm import transformers_private as private
+from airllm.experts.decode_graphs import no_collector
 from airllm.experts.device_engine import MAX_ROWS, DeviceEngine
 from airllm.recorded_layers import SameSettings, Unchanged
 from airllm.run_ahead import RunAhead
@@ -77,7 +78,7 @@ class DecodeStepper:
         self._greedy = False
         self._broken = ""
         self._stream = torch.cuda.Stream(engine.device) if engine.device.type == "cuda" else None
-        self._ahead = RunAhead(self._launch, self._stream)
+        self._ahead = RunAhead(self._stream)
         private.replace_cache_preparation(model, self._prepare)
 
     # --- around generate ----------------------------------------------------------------------------------------------
@@ -220,7 +221,7 @@ class DecodeStepper:
         output = None
         try:
             output = self._step(state, kwargs)
-            self._ahead.start(state, output.logits, kwargs["input_ids"], kwargs["position_ids"])
+            self._ahead.start(self._launch, state, output.logits, kwargs["input_ids"], kwargs["position_ids"])
         except CaptureError as error:
             self._give_up(f"recording failed: {error}")
         except torch.OutOfMemoryError as error:
@@ -285,7 +286,7 @@ class DecodeStepper:
         """See `airllm.guard.Stepper`."""
         if self._ahead.pending:
             self.engine.enter()
-            self._ahead.go_back()
+            self._ahead.go_back(self._launch)
 
     def _body(self, state: StepState) -> Any:
         """The step itself, from and to fixed tensors."""
@@ -335,7 +336,8 @@ class DecodeStepper:
             return output
 
         try:
-            state.output = self._on_stream(record)
+            with no_collector():
+                state.output = self._on_stream(record)
         except torch.OutOfMemoryError:
             raise
         except RuntimeError as error:

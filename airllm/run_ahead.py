@@ -15,22 +15,22 @@ import torch
 
 from airllm.step_state import StepState
 
+Launch = Callable[[StepState], None]
+"""Computes a step from the state's fixed inputs to its ``output``."""
+
 
 class RunAhead:
     """At most one step that nobody has asked for yet.
 
-    Args:
-        launch: computes a step from the state's fixed inputs to its ``output``.
-        stream: where steps run; None on the CPU, where nothing is launched ahead unless ``on`` is set: nothing would be gained.
-
+    ``stream``: where steps run; None on the CPU, where nothing is launched ahead unless ``on`` is set: nothing would be gained.
     ``until``: the positions that this call of generate will have computed at its end at most, where it is greedy; else 0.
     """
 
-    def __init__(self, launch: Callable[[StepState], None], stream: torch.cuda.Stream | None) -> None:
+    def __init__(self, stream: torch.cuda.Stream | None) -> None:
         self.on = stream is not None
         self.until = 0
         self.launched = self.discarded = 0
-        self._launch, self._stream = launch, stream
+        self._stream = stream
         self._state: StepState | None = None  # whose next step has been launched
         self._asked: tuple[torch.Tensor, torch.Tensor] | None = None  # ids and positions of the step before it
 
@@ -39,7 +39,9 @@ class RunAhead:
         """Whether a step has been launched that nobody has asked for."""
         return self._state is not None
 
-    def start(self, state: StepState, logits: torch.Tensor, ids: torch.Tensor, positions: torch.Tensor) -> None:
+    def start(
+        self, launch: Launch, state: StepState, logits: torch.Tensor, ids: torch.Tensor, positions: torch.Tensor
+    ) -> None:
         """Launch the step of the token that ``logits`` [B, 1, vocabulary] say, which came from ``ids`` at ``positions``."""
         recorded = state.graph is not None or self._stream is None
         if not self.on or not recorded or state.cache.seen >= self.until:
@@ -47,7 +49,7 @@ class RunAhead:
         torch.argmax(logits[:, -1].float(), dim=-1, keepdim=True, out=state.ids)  # as generate takes it
         state.positions.add_(1)
         state.slot.add_(1)
-        self._run(state)
+        self._run(launch, state)
         self.launched += 1
         self._state, self._asked = state, (ids, positions)
 
@@ -74,7 +76,7 @@ class RunAhead:
             self.discarded += 1
             self.join()
 
-    def go_back(self) -> None:
+    def go_back(self, launch: Launch) -> None:
         """Compute the latest step that was asked for once more: the one launched after it has written over what it left."""
         state, asked = self._state, self._asked
         if state is None or asked is None:
@@ -83,7 +85,7 @@ class RunAhead:
         state.ids.copy_(asked[0])
         state.positions.copy_(asked[1])
         state.slot.sub_(1)
-        self._run(state)
+        self._run(launch, state)
         self.join()
 
     def join(self) -> None:
@@ -91,11 +93,11 @@ class RunAhead:
         if self._stream is not None:
             torch.cuda.current_stream(self._stream.device).wait_stream(self._stream)
 
-    def _run(self, state: StepState) -> None:
+    def _run(self, launch: Launch, state: StepState) -> None:
         """On the stream, after what the current one does; the current one does not wait."""
         if self._stream is None:
-            self._launch(state)
+            launch(state)
             return
         self._stream.wait_stream(torch.cuda.current_stream(self._stream.device))
         with torch.cuda.stream(self._stream):
-            self._launch(state)
+            launch(state)

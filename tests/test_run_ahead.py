@@ -6,6 +6,8 @@ own model in the same process.
 
 from __future__ import annotations
 
+import gc
+import weakref
 from collections.abc import Callable
 from typing import Any
 
@@ -14,7 +16,7 @@ import pytest
 import slot_models
 import torch
 from slot_models import check, runtime
-from slot_rig import DEVICES, Injected
+from slot_rig import DEVICES, Injected, gpu
 from transformers import LogitsProcessor, StoppingCriteria
 from transformers.generation.streamers import BaseStreamer
 
@@ -223,15 +225,15 @@ def test_a_launch_ahead_that_fails(
     error: BaseException, launch: int, oracle: Any, model: Any, device: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     ahead = model._stepper._ahead
-    run, seen = ahead._launch, [0]
+    run, seen = ahead._run, [0]
 
-    def fail(state: Any) -> None:
+    def fail(*call: Any) -> None:
         seen[0] += 1
         if seen[0] == launch:
             raise error
-        run(state)
+        run(*call)
 
-    monkeypatch.setattr(ahead, "_launch", fail)
+    monkeypatch.setattr(ahead, "_run", fail)
     if isinstance(error, torch.OutOfMemoryError):
         both(oracle, model, prompt(device), eos_token_id=None)
         assert "ran out of memory" in model.get_expert_cache_stats()["device_engine_reason"]
@@ -277,3 +279,46 @@ def test_closing_between_two_tokens_is_refused_by_the_next(model: Any, device: s
     with pytest.raises(AirLLMError, match="closed"):
         model.generate(prompt(device), max_new_tokens=NEW, do_sample=False, streamer=Calls(model.close, 5))
     assert not stepper._states and not stepper._ahead.pending
+
+
+def test_a_dropped_model_is_freed_without_the_collector(device: str) -> None:
+    made = load(device, ahead=True)
+    families.greedy(made, prompt(device), NEW)
+    seen = [weakref.ref(each) for each in (made.model, made._runtime, made._stepper)]
+    gc.collect()
+    gc.disable()
+    try:
+        del made
+        assert [each() for each in seen] == [None, None, None]
+    finally:
+        gc.enable()
+
+
+@gpu
+def test_a_dropped_model_does_not_break_the_recording_of_another(oracles: dict[str, Any]) -> None:
+    """The collector may find it in the middle of that, and giving its memory back waits for the device."""
+    dropped = load("cuda:0", ahead=True)
+    families.greedy(dropped, prompt("cuda:0"), NEW)
+    dropped.itself = dropped  # a cycle, as a caller may make one
+    gone = weakref.ref(dropped._runtime.bank._memory)
+    with load("cuda:0", ahead=True) as model:
+        body = model._stepper._body
+        del dropped
+
+        def collects(state: Any) -> Any:
+            if gc.isenabled():  # as it would by itself, sooner or later
+                gc.collect()
+            return body(state)
+
+        model._stepper._body = collects
+        gc.disable()
+        try:
+            families.greedy(model, prompt("cuda:0"), 2)
+            gc.enable()
+            families.greedy(model, prompt("cuda:0"), NEW)
+        finally:
+            gc.enable()
+        del model._stepper._body
+        assert model.get_expert_cache_stats()["device_engine_reason"] == "" and model._stepper.captures == 1
+        gc.collect()
+        assert gone() is None

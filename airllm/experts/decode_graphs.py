@@ -7,9 +7,10 @@ results stay bit-equal; only the host time of a launch goes.
 
 from __future__ import annotations
 
+import gc
 import logging
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager, suppress
+from contextlib import ExitStack, contextmanager, suppress
 from functools import partial
 from typing import Any
 
@@ -18,6 +19,19 @@ import torch
 from airllm.experts.compute import ExpertMath
 
 log = logging.getLogger(__name__)
+
+
+@contextmanager
+def no_collector() -> Iterator[None]:
+    """Inside, Python's collector does not run. A dropped model's memory is given back after a wait for the device, which CUDA
+    forbids to a thread that records: the recording would break, and that memory stay registered with the driver."""
+    on = gc.isenabled()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if on:
+            gc.enable()
 
 
 class GraphPool:
@@ -29,6 +43,7 @@ class GraphPool:
         self._stream = torch.cuda.Stream(device)
         self._pool: Any = None  # torch names the type of a pool handle differently in each release
         self._open: torch.cuda.CUDAGraph | None = None
+        self._quiet = ExitStack()
 
     @contextmanager
     def aside(self) -> Iterator[None]:
@@ -44,14 +59,18 @@ class GraphPool:
     def begin(self) -> None:
         """Record from here on, instead of running. Call it, and ``end``, within ``aside``."""
         graph = torch.cuda.CUDAGraph()
-        graph.capture_begin(pool=self._pool, capture_error_mode="thread_local")
+        with ExitStack() as quiet:
+            quiet.enter_context(no_collector())
+            graph.capture_begin(pool=self._pool, capture_error_mode="thread_local")
+            self._quiet = quiet.pop_all()
         self._open = graph
 
     def end(self) -> torch.cuda.CUDAGraph:
         """The recording since ``begin``."""
         graph, self._open = self._open, None
         assert graph is not None
-        graph.capture_end()
+        with self._quiet:
+            graph.capture_end()
         self._pool = graph.pool()
         return graph
 

@@ -102,6 +102,7 @@ class HostBlock:
         else:
             self.pin_reason = f"registration refused with status {status} for {self.nbytes} B (check `ulimit -l`)"
         if status != 0:
+            _read_off_error()
             return False
         if not self.tensor.is_pinned():
             # Seen on some ROCm versions: success is reported and nothing is pinned.
@@ -134,6 +135,12 @@ def _advise(area: mmap.mmap, advice: str) -> None:
     if hasattr(mmap, advice):
         with contextlib.suppress(OSError):
             area.madvise(getattr(mmap, advice))
+
+
+def _read_off_error() -> None:
+    """The runtime keeps the error of a refused call, and torch would raise it at the next kernel launch, whoever launches."""
+    with contextlib.suppress(RuntimeError, AssertionError):
+        torch.zeros(1, device="cuda")
 
 
 def _unregister(address: int) -> None:

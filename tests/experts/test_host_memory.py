@@ -206,3 +206,14 @@ def test_on_a_gpu_the_block_is_pinned_with_its_exact_size() -> None:
     assert torch.equal(block.tensor.to("cuda:0", non_blocking=True).cpu(), block.tensor)
     block.close()
     assert process_bytes() - before < 8 * MIB
+
+
+@gpu
+def test_a_refused_registration_leaves_the_device_usable() -> None:
+    block = HostBlock(MIB)
+    block.tensor.fill_(1)
+    assert block.pin()
+    assert not block.pin(), "it is registered already"
+    assert "status" in block.pin_reason and block.pinned
+    assert float(torch.ones(3, device="cuda:0").sum()) == 3
+    block.close()
