@@ -6,6 +6,7 @@ There are tables for each policy of :mod:`airllm.experts.policy`, and the kernel
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from itertools import chain
 from typing import NamedTuple
 
 import torch
@@ -40,8 +41,12 @@ class Decisions:
         self.slot_of, self.owner = self._state.split(self._sizes)[:2]
         self.places, self.miss_key, self.miss_slot, self.miss_count = self._calls.split([max_ids] * 3 + [1])
 
-    def _fresh(self) -> torch.Tensor:
-        return torch.full((self._state.numel(),), FREE, dtype=torch.int32)
+    def _take(self, residents: Mapping[int, int], *more: Sequence[int]) -> None:
+        """Take over a table, slot by key, and the rest of the state."""
+        slot_of, owner = [FREE] * self.keys, [FREE] * self.slots
+        for key, slot in residents.items():
+            slot_of[key], owner[slot] = slot, key
+        self._state.copy_(torch.tensor(list(chain(slot_of, owner, *more)), dtype=torch.int32))
 
     def most_ids(self) -> int:
         """How many different experts a call always finds places for."""
@@ -84,12 +89,10 @@ class DeviceTables(Decisions):
 
     def upload(self, residents: Mapping[int, int]) -> None:
         """Take over a policy's table: slot by key, oldest first."""
-        state = self._fresh()
-        slot_of, owner, last_use, clock = state.split(self._sizes)
-        for age, (key, slot) in enumerate(residents.items()):
-            slot_of[key], owner[slot], last_use[slot] = slot, key, age
-        clock[0] = len(residents)
-        self._state.copy_(state)
+        last_use = [FREE] * self.slots
+        for age, slot in enumerate(residents.values()):
+            last_use[slot] = age
+        self._take(residents, last_use, [len(residents)])
 
     def residents(self) -> dict[int, int]:
         """Slot by key, oldest first. Waits for the device."""
@@ -137,13 +140,7 @@ class AgedTables(Decisions):
 
     def take_over(self, policy: SlotPolicy) -> None:
         """What the policy knows becomes what the tables know."""
-        state = self._fresh()
-        slot_of, owner, habit, recent = state.split(self._sizes)
-        for key, slot in policy.residents().items():
-            slot_of[key], owner[slot] = slot, key
-        for ours, theirs in zip((habit, recent), policy.uses(), strict=True):
-            ours.copy_(torch.tensor(theirs, dtype=torch.int32))
-        self._state.copy_(state)
+        self._take(policy.residents(), *policy.uses())
 
     def hand_back(self, policy: SlotPolicy) -> None:
         """And the other way round. Waits for the device."""
