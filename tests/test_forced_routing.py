@@ -15,10 +15,11 @@ ROOT = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(ROOT))
 
 import airllm  # noqa: E402
-from benchmarks import forced_routing, policy_replay  # noqa: E402
+from benchmarks import forced_routing, forced_tokens, policy_replay  # noqa: E402
 from benchmarks.routing_traces import read_trace  # noqa: E402
 
 RECORDED = read_trace(policy_replay.TINY)
+DEVICE = "cuda:0" if torch.cuda.is_available() else "cpu"
 PROMPT = torch.tensor([[5, 91, 17, 230, 44, 8], [9, 4, 3, 77, 6, 12]])
 TABLE = forced_routing.mapped(RECORDED, 6, 8, 40)
 
@@ -132,3 +133,19 @@ def test_recorded_steps_and_layers_follow_the_table_too(engine):
                 for _ in range(2):
                     assert torch.equal(greedy(model, PROMPT.to("cuda:0")), followed)
         assert engine == "plain" or model.get_expert_cache_stats()["device_engine_captures"] == 4
+
+
+def test_a_model_says_a_list_of_tokens_of_itself_and_then_its_own_again():
+    options = {"expert_cache_backend": "slot", "expert_cache_engine": "device", "expert_cache_gb": 0.0026}
+    call = {"max_new_tokens": 6, "do_sample": False, "pad_token_id": 0, "eos_token_id": None}
+    tokens, prompt = [11, 7, 300, 7, 52, 9], PROMPT[:1].to(DEVICE)
+    with airllm.AutoModel.from_pretrained(airllm.tiny_model_path(), device=DEVICE, dtype="float32", **options) as model:
+        own = model.generate(prompt, **call)[0, 6:].tolist()
+        model._stepper._ahead.on = True
+        with forced_tokens.said(model, tokens, prompt.shape[1]):
+            for _ in range(2):
+                said = model.generate(prompt, **call)[0, 6:].tolist()
+                assert said == [own[0], *tokens[1:]], "the first token comes from the prompt's forward"
+        stats = model.get_expert_cache_stats()
+        assert stats["device_engine_steps_ahead"] > 0 and stats["device_engine_steps_discarded"] == 0
+        assert model.generate(prompt, **call)[0, 6:].tolist() == own

@@ -12,8 +12,9 @@ import pytest
 from triton_here import HAS_TRITON, INTERPRETED
 
 SCRIPT = Path(__file__).resolve().parents[1] / "compile_kernels.py"
-TARGETS = ["cuda:80", "hip:gfx1100"]
-"""By hand also others, as hip:gfx90a, whose waves have 64 threads: half a minute each."""
+TARGETS = ["hip:gfx1100"]
+"""The vendor that no machine here has. By hand also others, as cuda:80, or hip:gfx90a, whose waves have 64 threads: half a
+minute each."""
 
 
 @pytest.mark.slow
