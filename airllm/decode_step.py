@@ -51,6 +51,7 @@ class DecodeStepper:
         watch: learns each layer's output.
         plan: see `airllm.step_plan.plan_steps`.
         fused: computes a step in place of the model's own forward.
+        ahead: steps may be launched before they are asked for (on a GPU); whoever times each forward wants none.
 
     A call of generate is not served by steps while the model's modules, weights and hooks are not as they were when this was
     made. Nothing here holds the model, so that dropping the model frees its memory at once.
@@ -63,6 +64,7 @@ class DecodeStepper:
         watch: LayerWatch,
         plan: StepPlan,
         fused: StepForward | None = None,
+        ahead: bool = True,
     ) -> None:
         self.engine, self._plan = engine, plan
         self._fused, self._unchanged, self._same_settings = fused, Unchanged(model), SameSettings(model)
@@ -79,6 +81,7 @@ class DecodeStepper:
         self._broken = ""
         self._stream = torch.cuda.Stream(engine.device) if engine.device.type == "cuda" else None
         self._ahead = RunAhead(self._stream)
+        self._ahead.on &= ahead
         private.replace_cache_preparation(model, self._prepare)
 
     # --- around generate ----------------------------------------------------------------------------------------------
@@ -95,8 +98,8 @@ class DecodeStepper:
         try:
             yield
         finally:
-            self._ahead.join()
             self._thread, self._active, self._greedy = outer if nested else (None, None, False)
+            self._ahead.finish()
 
     def hand_out(self, result: Any) -> Any:
         """What generate gives its caller: a cache in it must not be the one that the next call writes into."""
@@ -206,7 +209,7 @@ class DecodeStepper:
         return None
 
     @property
-    def runs_ahead(self) -> bool:
+    def checks_late(self) -> bool:
         """See `airllm.guard.Stepper`."""
         return self._greedy and self._active is not None and self._active.begun
 
@@ -284,7 +287,7 @@ class DecodeStepper:
 
     def look_back(self) -> None:
         """See `airllm.guard.Stepper`."""
-        if self._ahead.pending:
+        if self._ahead.overwritten:
             self.engine.enter()
             self._ahead.go_back(self._launch)
 

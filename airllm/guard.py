@@ -46,7 +46,7 @@ class Stepper(Protocol):
     """Another way through a forward, for those forwards that it serves."""
 
     @property
-    def runs_ahead(self) -> bool:
+    def checks_late(self) -> bool:
         """Whether the logits just computed may be looked at when the next forward begins, or generating ends.
 
         The device then need not wait for the host. Not so when they are sampled from: torch's sampling must not see a NaN.
@@ -124,7 +124,7 @@ class ForwardGuard:
         if not isinstance(logits, torch.Tensor) or logits.dim() != 3:
             return
         self._unread = (logits[:, -1] < torch.inf).all(), logits.dtype  # false for NaN too
-        if self.stepper is None or not self.stepper.runs_ahead:
+        if self.stepper is None or not self.stepper.checks_late:
             self._read_check()
 
     def _read_check(self) -> None:

@@ -24,6 +24,7 @@ class RunAhead:
 
     ``stream``: where steps run; None on the CPU, where nothing is launched ahead unless ``on`` is set: nothing would be gained.
     ``until``: the positions that this call of generate will have computed at its end at most, where it is greedy; else 0.
+    ``launched``, ``discarded``: steps so far, and those of them that were not asked for.
     """
 
     def __init__(self, stream: torch.cuda.Stream | None) -> None:
@@ -32,17 +33,24 @@ class RunAhead:
         self.launched = self.discarded = 0
         self._stream = stream
         self._state: StepState | None = None  # whose next step has been launched
-        self._asked: tuple[torch.Tensor, torch.Tensor] | None = None  # ids and positions of the step before it
+        self._overwritten: StepState | None = None  # see `overwritten`
+        self._asked: tuple[torch.Tensor, torch.Tensor] | None = None  # ids and positions of that step
 
     @property
     def pending(self) -> bool:
         """Whether a step has been launched that nobody has asked for."""
         return self._state is not None
 
+    @property
+    def overwritten(self) -> bool:
+        """Whether what the latest step that was asked for left in its layers is gone."""
+        return self._overwritten is not None
+
     def start(
         self, launch: Launch, state: StepState, logits: torch.Tensor, ids: torch.Tensor, positions: torch.Tensor
     ) -> None:
         """Launch the step of the token that ``logits`` [B, 1, vocabulary] say, which came from ``ids`` at ``positions``."""
+        self._overwritten = self._asked = None
         recorded = state.graph is not None or self._stream is None
         if not self.on or not recorded or state.cache.seen >= self.until:
             return
@@ -51,7 +59,8 @@ class RunAhead:
         state.slot.add_(1)
         self._run(launch, state)
         self.launched += 1
-        self._state, self._asked = state, (ids, positions)
+        self._state = self._overwritten = state
+        self._asked = ids, positions
 
     def take(self, state: StepState, ids: torch.Tensor, positions: torch.Tensor) -> bool:
         """Whether the step of ``ids`` and ``positions`` [B, 1] has been launched already; the current stream waits for it.
@@ -60,28 +69,34 @@ class RunAhead:
         """
         if self._state is None:
             return False
-        same = self._state is state and torch.equal(ids, state.ids) and torch.equal(positions, state.positions)
-        if same:
-            self._state = None
+        same = self._state is state and torch.equal(ids, state.ids)
+        if same and torch.equal(positions.expand_as(state.positions), state.positions):
+            self._state = self._overwritten = self._asked = None
             self.join()
-        else:
-            self.until = 0
-            self.drop()
-        return same
+            return True
+        self.until = 0
+        self.drop()
+        return False
 
     def drop(self) -> None:
         """Throw away what was launched and not asked for. Its memory may be used again by what the current stream does next."""
+        self.finish()
+        self._overwritten = self._asked = None
+
+    def finish(self) -> None:
+        """At the end of a call: like `drop`, but `go_back` still can."""
         if self._state is not None:
-            self._state, self._asked = None, None
+            self._state = None
             self.discarded += 1
-            self.join()
+        self.join()
 
     def go_back(self, launch: Launch) -> None:
-        """Compute the latest step that was asked for once more: the one launched after it has written over what it left."""
-        state, asked = self._state, self._asked
+        """Compute the latest step that was asked for once more, if the one launched after it has written over what it left."""
+        state, asked = self._overwritten, self._asked
+        self.drop()
         if state is None or asked is None:
             return
-        self.drop()
+        state.cache.clear(state.cache.seen)  # a mask would let a NaN through that the other step left there
         state.ids.copy_(asked[0])
         state.positions.copy_(asked[1])
         state.slot.sub_(1)

@@ -124,7 +124,8 @@ class SlotBackend:
         if unfused:
             log.info("decoded tokens run the stock modules' kernels: %s", unfused)
         step = None if unfused else FusedStep(model, runtime.engine)
-        self._stepper = self._guard.stepper = DecodeStepper(model, runtime.engine, watch, plan, step)
+        ahead = self.profiler is None
+        self._stepper = self._guard.stepper = DecodeStepper(model, runtime.engine, watch, plan, step, ahead)
         self._resources.callback(self._stepper.close)
 
     # --- statistics ---------------------------------------------------------------------------------------------------

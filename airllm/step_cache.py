@@ -127,6 +127,12 @@ class StepCache(Cache):
         for layer in self.layers:
             layer.seen += positions  # type: ignore[union-attr]
 
+    def clear(self, position: int) -> None:
+        """Zeros at one position, of every layer."""
+        for layer in range(len(self.layers)):
+            for memory in self.memory(layer):
+                memory[:, :, position].zero_()
+
     @contextmanager
     def writing_at(self, slot: torch.Tensor) -> Iterator[None]:
         """Inside, one position is written where ``slot`` (int64 [1]) says, and nothing is counted."""

@@ -154,7 +154,7 @@ class LayerStreamer:
         return torch.empty(nbytes, dtype=torch.uint8, device=self.device)
 
     def _pin(self, blocks: Sequence[HostBlock]) -> None:
-        refused = [block.pin_reason for block in blocks if self._pin_memory and not block.pin()]
+        refused = [block.pin_reason for block in blocks if self._pin_memory and not block.pin(self.device)]
         if refused:
             log.warning("host memory is not pinned (%s): copies to the device are slower", refused[0])
 

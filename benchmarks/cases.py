@@ -21,6 +21,7 @@ import torch
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 from benchmarks import machine  # noqa: E402
+from benchmarks.forced_tokens import nothing_ahead  # noqa: E402
 
 WARM_TOKENS = 3
 SLOTS = {"slots": "plain", "slots_device": "device"}
@@ -107,7 +108,7 @@ def generate(model: Any, prompt: list[int], tokens: int, clock: Any, device: tor
     options: dict[str, Any] = {"max_new_tokens": tokens, "min_new_tokens": tokens, "do_sample": False, "streamer": clock}
     if script is not None:
         options["logits_processor"] = [script]
-    with torch.no_grad():
+    with torch.no_grad(), nothing_ahead(model) if script is not None else contextlib.nullcontext():
         model.generate(input_ids=ids, attention_mask=torch.ones_like(ids), **options)
 
 

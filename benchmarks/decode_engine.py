@@ -24,7 +24,7 @@ import statistics
 import sys
 import time
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager, nullcontext
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -137,7 +137,7 @@ def counters(model: Any) -> dict[str, float]:
 def decode(bench: Bench, model: Any, batch: int = 1, said: bool = True) -> dict[str, Any]:
     """Seconds a step of ``batch`` tokens, and what moved in it. ``said``: the model itself says the script's tokens."""
     ids, tokens = bench.ids(PROMPT_TOKENS, batch), bench.args.tokens
-    with forced_tokens.said(model, bench.script, PROMPT_TOKENS) if said else nullcontext():
+    with forced_tokens.said(model, bench.script, PROMPT_TOKENS) if said else forced_tokens.nothing_ahead(model):
         bench.call(model, ids, tokens)
         steps, counted = bench.steps(model, ids, lambda: counters(model))
         after, moved = model.get_expert_cache_stats(), [each["h2d_bytes"] / tokens for each in counted]

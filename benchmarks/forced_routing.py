@@ -116,13 +116,13 @@ def _forced_engine(stepper: Any, engine: Any, follow: Forced) -> Iterator[None]:
     def serve(layer: int, hidden: torch.Tensor, index: torch.Tensor, *more: Any, **named: Any) -> torch.Tensor:
         return experts(layer, hidden, follow.at(layer, stepper._active.slot, index), *more, **named)
 
-    stepper._states.clear()  # what was recorded so far follows the router, and what is recorded now the table
+    stepper._forget(stepper._states)  # what was recorded so far follows the router, and what is recorded now the table
     engine.experts = serve
     try:
         yield
     finally:
         del engine.experts
-        stepper._states.clear()
+        stepper._forget(stepper._states)
 
 
 @contextmanager

@@ -1,4 +1,4 @@
-"""A fixed list of tokens that a model on the device engine decodes of itself.
+"""A fixed list of tokens that a model on the device engine decodes of itself, and decoding without steps launched ahead.
 
 A logits processor that forces tokens (cases.Script) stands between a step's logits and the next step's token. Then no step can
 be launched before the host has seen the token, as it is in a user's greedy call. So here the step's own logits are made to say
@@ -44,3 +44,18 @@ def said(model: Any, tokens: list[int], first: int, positions: int = 1024) -> It
     finally:
         del stepper._body
         stepper._forget(stepper._states)
+
+
+@contextmanager
+def nothing_ahead(model: Any) -> Iterator[None]:
+    """Within the block no step is launched ahead: a script that a logits processor forces would make the first one of each call
+    a wrong guess, whose bytes nobody asked for."""
+    stepper = getattr(model, "_stepper", None)
+    if stepper is None:
+        yield
+        return
+    before, stepper._ahead.on = stepper._ahead.on, False
+    try:
+        yield
+    finally:
+        stepper._ahead.on = before

@@ -137,7 +137,8 @@ def dense(dtype: torch.dtype, rows: int, capacities: Sequence[int]) -> None:
             angle, arrived = numbers(rows, dims), torch.zeros(rows * heads, dtype=torch.int32)
             norms = (head_norm, head_norm) if norm is rms_norm else None
             given = (qkv, angle, angle, keys, values, slot, padding, numbers(rows, heads * dims), arrived)
-            step_kernels.attend(*given, heads=heads, window=None, scale=0.1, norms=norms)
+            for step_kernels.LAST_COMBINES in (True, False):
+                step_kernels.attend(*given, heads=heads, window=None, scale=0.1, norms=norms)
     for count, top_k in ((16, 2), (128, 8)) if capacities else ():
         ids, shares = torch.zeros(2, top_k, dtype=torch.int32), numbers(2, top_k)
         step_kernels.softmax_top_k(numbers(2, count), ids, shares, normalise=True)

@@ -105,6 +105,7 @@ def test_the_end_of_a_sequence_throws_one_step_away(oracle: Any, model: Any, dev
     tokens = both(oracle, model, prompt(device), eos_token_id=None)[0].tolist()
     end = next(token for n, token in enumerate(tokens) if n >= 2 and token not in tokens[:n])
     both(oracle, model, prompt(device), eos_token_id=end)
+    assert counts(model)[2] == 1
     both(oracle, model, prompt(device), eos_token_id=None)
     assert counts(model)[2] == 1
     check(model)
@@ -272,6 +273,28 @@ class StopsAt(StoppingCriteria):
 
     def __call__(self, input_ids: torch.Tensor, scores: torch.Tensor, **_: Any) -> torch.Tensor:
         return torch.full((input_ids.shape[0],), input_ids.shape[1] >= self.length, device=input_ids.device)
+
+
+def test_an_interrupt_at_the_very_end_of_a_call_does_not_switch_the_steps_off(
+    oracle: Any, model: Any, device: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def interrupted() -> None:
+        monkeypatch.undo()
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(model._stepper._ahead, "join", interrupted)
+    with pytest.raises(KeyboardInterrupt):
+        model.generate(prompt(device), max_new_tokens=NEW, do_sample=True)
+    before = counts(model)[0]
+    both(oracle, model, prompt(device), eos_token_id=None)
+    assert counts(model)[0] == before + NEW - 1
+    check(model)
+
+
+def test_positions_given_once_for_all_rows_are_no_wrong_guess(oracle: Any, model: Any, device: str) -> None:
+    ids = prompt(device, 2)
+    both(oracle, model, ids, position_ids=torch.arange(9, device=device)[None], eos_token_id=None)
+    assert counts(model)[1] > 1 and counts(model)[2] == 0
 
 
 def test_closing_between_two_tokens_is_refused_by_the_next(model: Any, device: str) -> None:

@@ -160,9 +160,8 @@ def install(
     Returns the runtime, and a function that takes out the forward hook again.
     """
     pool = SlotPool(found.layout, plan, device)  # first: a device that is too small must not cost the time of a bank
-    bank = HostBank(
-        found.layout, list(found.modules), weight_map, reader, pin=pin and device.type == "cuda", progress=progress
-    )
+    pin = pin and device.type == "cuda"
+    bank = HostBank(found.layout, list(found.modules), weight_map, reader, pin=pin, device=device, progress=progress)
     transfer: Transfer = SyncTransfer() if device.type == "cpu" else StreamTransfer(len(pool.blocks), device, urgent=True)
     runtime = SlotExpertRuntime(bank, pool, transfer, top_k=found.top_k, layers=len(found.modules), policy=policy)
     for layer, (name, module) in enumerate(found.modules.items()):

@@ -45,6 +45,7 @@ class HostBank:
         reader: TensorReader,
         *,
         pin: bool,
+        device: torch.device | None = None,
         progress: bool = True,
     ) -> None:
         self.layout, self.prefixes = layout, tuple(prefixes)
@@ -58,7 +59,7 @@ class HostBank:
             self._blocks = _cut(self._memory.tensor, layout)
             self._fill(progress)
             weight_map.forget_conversions()
-            if pin and not self._memory.pin():
+            if pin and not self._memory.pin(device):
                 log.warning(
                     "the expert bank stays pageable (%s): copies to the device will run several times slower",
                     self._memory.pin_reason,

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import gc
 import logging
+import threading
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager, suppress
 from functools import partial
@@ -21,17 +22,30 @@ from airllm.experts.compute import ExpertMath
 log = logging.getLogger(__name__)
 
 
+class _Collector:
+    """How many recordings are under way, of all threads, and whether Python's collector was on before the first of them."""
+
+    lock = threading.Lock()
+    recordings = 0
+    was_on = False
+
+
 @contextmanager
 def no_collector() -> Iterator[None]:
     """Inside, Python's collector does not run. A dropped model's memory is given back after a wait for the device, which CUDA
     forbids to a thread that records: the recording would break, and that memory stay registered with the driver."""
-    on = gc.isenabled()
-    gc.disable()
+    with _Collector.lock:
+        if _Collector.recordings == 0:
+            _Collector.was_on = gc.isenabled()
+            gc.disable()
+        _Collector.recordings += 1
     try:
         yield
     finally:
-        if on:
-            gc.enable()
+        with _Collector.lock:
+            _Collector.recordings -= 1
+            if _Collector.recordings == 0 and _Collector.was_on:
+                gc.enable()
 
 
 class GraphPool:
@@ -58,27 +72,25 @@ class GraphPool:
 
     def begin(self) -> None:
         """Record from here on, instead of running. Call it, and ``end``, within ``aside``."""
-        graph = torch.cuda.CUDAGraph()
-        with ExitStack() as quiet:
-            quiet.enter_context(no_collector())
-            graph.capture_begin(pool=self._pool, capture_error_mode="thread_local")
-            self._quiet = quiet.pop_all()
-        self._open = graph
+        self._quiet.enter_context(no_collector())
+        self._open = torch.cuda.CUDAGraph()
+        self._open.capture_begin(pool=self._pool, capture_error_mode="thread_local")
 
     def end(self) -> torch.cuda.CUDAGraph:
         """The recording since ``begin``."""
-        graph, self._open = self._open, None
-        assert graph is not None
+        assert self._open is not None
         with self._quiet:
+            graph, self._open = self._open, None
             graph.capture_end()
         self._pool = graph.pool()
         return graph
 
     def abandon(self) -> None:
         """After an exception: record no longer."""
-        if self._open is not None:
-            with suppress(RuntimeError):  # a broken recording cannot be ended cleanly; the first error is the one to show
-                self.end()
+        with self._quiet:
+            if self._open is not None:
+                with suppress(RuntimeError):  # a broken recording cannot be ended cleanly; the first error is the one to show
+                    self.end()
 
     def record(self, work: Callable[[], object], warm_up: bool = True) -> torch.cuda.CUDAGraph:
         """Record ``work``; it runs once beforehand (``warm_up``), because libraries set themselves up on first use."""

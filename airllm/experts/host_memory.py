@@ -72,7 +72,7 @@ def available_bytes() -> int | None:
 
 
 class HostBlock:
-    """``nbytes`` of host memory as one uint8 tensor, zero-filled lazily by the system, never rounded up beyond a page.
+    """``nbytes`` of host memory as one uint8 tensor, zero-filled lazily by the system, never rounded up beyond a (huge) page.
 
     ``pin()`` after filling; ``close()`` unregisters and lets the memory go. Raises HostMemoryError where the system refuses.
     """
@@ -89,8 +89,11 @@ class HostBlock:
         self.pinned = False
         self.pin_reason = "not asked for"
 
-    def pin(self) -> bool:
-        """Register the block with the driver. False, with ``pin_reason`` saying why, when that is refused or has no effect."""
+    def pin(self, device: torch.device | None = None) -> bool:
+        """Register the block with the driver. False, with ``pin_reason`` saying why, when that is refused or has no effect.
+
+        ``device``: the one whose copies and kernels will read the block; the current one when left out.
+        """
         if not torch.cuda.is_available():
             self.pin_reason = "no CUDA or ROCm device"
             return False
@@ -113,7 +116,7 @@ class HostBlock:
         assert self._map is not None
         _advise(self._map, "MADV_DONTFORK")  # else a child process gets a copy of every page that the driver holds
         # A model that is dropped without close() must not leave pages registered that the system hands out again.
-        self._unpin = weakref.finalize(self, _unregister, self.tensor.data_ptr())
+        self._unpin = weakref.finalize(self, _unregister, self.tensor.data_ptr(), device)
         self._unpin.atexit = False  # the driver goes first then, and takes its registrations along
         return True
 
@@ -143,6 +146,6 @@ def _read_off_error() -> None:
         torch.zeros(1, device="cuda")
 
 
-def _unregister(address: int) -> None:
-    torch.cuda.synchronize()  # a copy may still be reading
+def _unregister(address: int, device: torch.device | None) -> None:
+    torch.cuda.synchronize(device)  # a copy or a kernel may still be reading
     torch.cuda.cudart().cudaHostUnregister(address)

@@ -14,6 +14,9 @@ class Counters:
     prefill_skips: misses of prompt tokens that were kept out of the cache although they took a copy. oom_retries: forwards
     repeated after the device ran out of memory. h2d_copies, h2d_bytes: expert copies from the bank to the device.
     recoveries: forwards that ended in an exception and were cleaned up after.
+
+    The device engine may have launched a step before generate asks for it (airllm/run_ahead.py): it counts when it runs, so
+    also when it is thrown away afterwards, and not behind a reset that came between.
     """
 
     hits: int = 0

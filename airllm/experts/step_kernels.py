@@ -25,6 +25,10 @@ ATTEND_POSITIONS = 128
 SPLIT_POSITIONS, MAX_SPLITS = 128, 32
 """Positions of the cache that one program attends to, more where that would make more than MAX_SPLITS programs a head."""
 
+LAST_COMBINES = torch.version.hip is None
+"""Whether the last program of a head puts its parts together. On AMD a second kernel does: on CDNA a program's waves write past
+each other, and the one that counts does not vouch for what the others wrote (so in what Triton 3.9 makes for gfx942)."""
+
 
 @triton.jit
 def _products(
@@ -177,6 +181,24 @@ def _rotated(states, norm, eps, cos, sin, d, D: tl.constexpr, NORM: tl.constexpr
 
 
 @triton.jit
+def _put_together(parts, maxima, totals, out, head, splits, D: tl.constexpr, DIMS: tl.constexpr, SPLITS: tl.constexpr):
+    """A head's output out of what its programs found."""
+    s = tl.arange(0, SPLITS)
+    d = tl.arange(0, DIMS)
+    tops = tl.load(maxima + head * splits + s, mask=s < splits, other=-float("inf"))
+    share = tl.exp(tops - tl.max(tops, axis=0))
+    whole = tl.sum(share * tl.load(totals + head * splits + s, mask=s < splits, other=0.0), axis=0)
+    where = (head * splits + s)[:, None] * D + d[None, :]
+    found = tl.load(parts + where, mask=(s[:, None] < splits) & (d[None, :] < D), other=0.0)
+    tl.store(out + head * D + d, tl.sum(found * share[:, None], axis=0) / whole, mask=d < D)
+
+
+@triton.jit
+def _combine(parts, maxima, totals, out, splits, D: tl.constexpr, DIMS: tl.constexpr, SPLITS: tl.constexpr):
+    _put_together(parts, maxima, totals, out, tl.program_id(0), splits, D, DIMS, SPLITS)
+
+
+@triton.jit
 def _attend(
     qkv,
     query_norm,
@@ -204,6 +226,7 @@ def _attend(
     DIMS: tl.constexpr,
     POSITIONS: tl.constexpr,
     SPLITS: tl.constexpr,
+    COUNT: tl.constexpr,
 ):
     row = tl.program_id(0) // HEADS
     head = tl.program_id(0) % HEADS
@@ -249,28 +272,22 @@ def _attend(
         mixed = mixed * kept + tl.sum(weight[:, None] * tl.load(values + where, mask=mask, other=0.0).to(tl.float32), axis=0)
         most = higher
         at += POSITIONS
-    to = tl.program_id(0) * D + d
     if SPLITS == 1:
-        tl.store(out + to, mixed / total, mask=d < D)
+        tl.store(out + tl.program_id(0) * D + d, mixed / total, mask=d < D)
     else:
         splits = tl.num_programs(1)
-        first = tl.program_id(0) * splits
-        tl.store(parts + (first + split) * D + d, mixed, mask=d < D)
-        tl.store(maxima + first + split, most)
-        tl.store(totals + first + split, total)
-        # Every thread's numbers are written before the one that counts says so; who comes last finds all parts there.
-        tl.debug_barrier()
-        before = tl.atomic_add(arrived + tl.program_id(0), 1, sem="acq_rel", scope="gpu")
-        tl.debug_barrier()
-        if before == splits - 1:
-            s = tl.arange(0, SPLITS)
-            tops = tl.load(maxima + first + s, mask=s < splits, other=-float("inf"))
-            share = tl.exp(tops - tl.max(tops, axis=0))
-            whole = tl.sum(share * tl.load(totals + first + s, mask=s < splits, other=0.0), axis=0)
-            where = (first + s)[:, None] * D + d[None, :]
-            all_parts = tl.load(parts + where, mask=(s[:, None] < splits) & (d[None, :] < D), other=0.0)
-            tl.store(out + to, tl.sum(all_parts * share[:, None], axis=0) / whole, mask=d < D)
-            tl.store(arrived + tl.program_id(0), 0)
+        part = tl.program_id(0) * splits + split
+        tl.store(parts + part * D + d, mixed, mask=d < D)
+        tl.store(maxima + part, most)
+        tl.store(totals + part, total)
+        if COUNT:
+            # Every thread's numbers are written before the one that counts says so; who comes last finds all parts there.
+            tl.debug_barrier()
+            before = tl.atomic_add(arrived + tl.program_id(0), 1, sem="acq_rel", scope="gpu")
+            tl.debug_barrier()
+            if before == splits - 1:
+                _put_together(parts, maxima, totals, out, tl.program_id(0), splits, D, DIMS, SPLITS)
+                tl.store(arrived + tl.program_id(0), 0)
 
 
 @triton.jit
@@ -383,7 +400,8 @@ def attend(
     scale: float,
     norms: tuple[Norm, Norm] | None = None,
 ) -> None:
-    """See the twin. The positions of a head are shared out to several programs; the last one to finish puts them together."""
+    """See the twin. The positions of a head are shared out to several programs; the last one to finish puts them together, or a
+    second kernel does."""
     batch, kv_heads, capacity, dims = keys.shape
     splits = splits_for(capacity)
     each = triton.cdiv(triton.cdiv(capacity, splits), ATTEND_POSITIONS) * ATTEND_POSITIONS
@@ -416,8 +434,14 @@ def attend(
         DIMS=triton.next_power_of_2(dims),
         POSITIONS=ATTEND_POSITIONS,
         SPLITS=triton.next_power_of_2(splits),
+        COUNT=LAST_COMBINES,
         num_warps=4,
     )
+    if splits > 1 and not LAST_COMBINES:
+        grid, width = (batch * heads,), triton.next_power_of_2(dims)
+        _combine[grid](
+            parts, maxima, totals, out, splits, D=dims, DIMS=width, SPLITS=triton.next_power_of_2(splits), num_warps=1
+        )
 
 
 def sparsemixer(logits: torch.Tensor, jitter: float, ids: torch.Tensor, weights: torch.Tensor) -> None:

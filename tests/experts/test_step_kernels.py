@@ -129,6 +129,19 @@ CASES = [
 @pytest.mark.parametrize("dtype", FEW_DTYPES[-1:] if INTERPRETED else DTYPES, ids=str)
 @pytest.mark.parametrize("case", CASES, ids=str)
 def test_attend(case: tuple[int, ...], dtype: torch.dtype, window: int | None, draw: Any) -> None:
+    attends(case, dtype, window, draw)
+
+
+@needs_kernels
+@pytest.mark.parametrize("case", [CASES[0], CASES[2], CASES[3]], ids=str)
+def test_attend_put_together_by_a_kernel_of_its_own(
+    case: tuple[int, ...], draw: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(step_kernels, "LAST_COMBINES", not step_kernels.LAST_COMBINES)
+    attends(case, torch.float32, None, draw)
+
+
+def attends(case: tuple[int, ...], dtype: torch.dtype, window: int | None, draw: Any) -> None:
     ours = attention_case(draw, *case, dtype)
     theirs = {name: value.clone() if isinstance(value, torch.Tensor) else value for name, value in ours.items()}
     step_kernels.attend(**ours, window=window)
