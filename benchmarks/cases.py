@@ -219,13 +219,13 @@ def stats_of(model: Any, kind: str) -> dict[str, Any] | None:
 
 
 def run_sweep(request: dict[str, Any], device: torch.device) -> dict[str, Any]:
-    """The slot backend at one budget after another. Peaks are not reported: they would be those of the largest."""
+    """The case ``sweep_of`` at one budget after another. Peaks are not reported: they would be those of the largest."""
     points = []
     for budget in request["budgets_gb"]:
-        one = request | {"kind": "slots", "budget_gb": budget}
+        one = request | {"kind": request["sweep_of"], "budget_gb": budget}
         with loaded(one, device) as model:
             modes = measure_all(one, model, device)
-            stats = stats_of(model, "slots") or {}
+            stats = stats_of(model, one["kind"]) or {}
         names = ("slot_count", "scratch_slots", "allocated_cache_bytes")
         points.append({"budget_gb": budget, "modes": modes} | {name: stats.get(name) for name in names})
         del model

@@ -131,8 +131,10 @@ def request_for(kind: str, args: argparse.Namespace, shared: dict[str, Any]) -> 
 
 
 def sweep_requests(args: argparse.Namespace, shared: dict[str, Any]) -> list[dict[str, Any]]:
-    """One for each budget, of one prompt in one mode: each costs the loading of a bank."""
+    """One for each budget, of one prompt in one mode: each costs the loading of a bank. The device engine's where it is asked
+    for: in a process's first prompt transformers' own calls may take several times as long."""
     one = shared | {"kind": "sweep", "tokens": min(args.tokens, args.sweep_tokens)}
+    one |= {"sweep_of": "slots_device" if "slots_device" in args.kinds else "slots"}
     one |= {"prompts": shared["prompts"][:1], "modes": shared["modes"][:1]}
     return [one | {"budgets_gb": [float(text)]} for text in args.budgets.split(",")]
 
@@ -259,9 +261,11 @@ def run_all(args: argparse.Namespace, runs: Runs) -> dict[str, Any]:
 
 def run_sweep(args: argparse.Namespace, shared: dict[str, Any], runs: Runs) -> dict[str, Any]:
     """All budgets, each in a process of its own; the first error, if there is one."""
-    answers = [runs.case(request) for request in sweep_requests(args, shared)]
+    requests = sweep_requests(args, shared)
+    answers = [runs.case(request) for request in requests]
     failed = next((answer for answer in answers if "error" in answer), None)
-    return failed or {"kind": "sweep", "points": [point for answer in answers for point in answer["points"]]}
+    points = [point for answer in answers for point in answer.get("points", ())]
+    return failed or {"kind": "sweep", "of": requests[0]["sweep_of"], "points": points}
 
 
 def main(arguments: list[str] | None = None) -> int:

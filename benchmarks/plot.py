@@ -38,7 +38,8 @@ def draw_speed(axes: Any, budgets: list[float], summaries: list[dict], result: d
     slowest = [1 / s["decode"]["p90_s"] for s in summaries]
     fastest = [1 / s["decode"]["p10_s"] for s in summaries]
     axes.fill_between(budgets, slowest, fastest, color="tab:blue", alpha=0.2, linewidth=0)
-    axes.plot(budgets, rates, "o-", color="tab:blue", label="slots: median, 10 % to 90 %")
+    name = {"slots": "slots", "slots_device": "slots, device engine"}[result["sweep"]["of"]]
+    axes.plot(budgets, rates, "o-", color="tab:blue", label=f"{name}: median, 10 % to 90 %")
     limits = [1 / s["floor"]["seconds"] for s in summaries]
     axes.plot(budgets, limits, ":", color="tab:green", label="floor: missed bytes / link, or device memory")
     for kind, colour in (("eager", "tab:red"), ("streaming", "tab:purple")):

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import argparse
 import json
-import math
 import sys
 from collections.abc import Iterable
 from pathlib import Path
@@ -21,12 +20,10 @@ from benchmarks.marked_section import replaced  # noqa: E402
 
 RESULT = ROOT / "benchmarks" / "results" / "phi-tiny-h200.json"
 ENGINE = RESULT.with_name("decode-engine-h200.json")
-EARLIER = RESULT.with_name("phi-tiny-earlier-h200.json")
 DENSE = RESULT.with_name("dense-streaming-h200.json")
 SOAK = RESULT.with_name("soak-h200.json")
 GAIN = RESULT.with_name("gain-phi-mini-h200.json")
-SHAPES = [RESULT.with_name(f"family-speed-{name}-h200.json") for name in ("qwen3-groups", "qwen3", "mixtral")]
-"""The first one was run after the second one, when layers shared slots in groups of 2 048 instead of 512."""
+SHAPES = [RESULT.with_name(f"family-speed-{name}-h200.json") for name in ("qwen3", "mixtral")]
 PLOT = "benchmarks/results/tiny-cpu.png"
 START, END = "<!-- results:start -->", "<!-- results:end -->"
 NAMES = {
@@ -151,33 +148,30 @@ def gained(result: dict[str, Any]) -> str:
 
 
 def shape_rows(results: list[dict[str, Any]]) -> list[str]:
-    """What family_speed.py measured; of two runs of the same the first one."""
+    """What family_speed.py measured."""
     lines = [
         "| layers of | experts in slots | ms a token | floor ms | ratio | hit rate (one LRU's) | device peak GiB |",
         "|---|---|---|---|---|---|---|",
     ]
-    found: dict[str, dict[tuple[float, str], str]] = {}  # by model and by portion, or the name of what has no slots
     for result in results:
         name = f"{result['shape']['name']}, {result['shape']['layers']} of them"
-        mine = found.setdefault(name, {})
         for row in result["slots"]:
             cells = (
                 name, f"{row['portion']:.0%}", f"{row['step_s'] * 1e3:.2f}", f"{row['floor_s'] * 1e3:.2f}",
                 f"{row['step_s'] / row['floor_s']:.2f}", f"{row['hit_rate']:.2f} ({row['lru_hit_rate']:.2f})",
                 f"{row['peak_reserved_bytes'] / GIB:.1f}",
             )  # fmt: skip
-            mine.setdefault((row["portion"], ""), "| " + " | ".join(cells) + " |")
+            lines.append("| " + " | ".join(cells) + " |")
         for kind, row in result["resident"].items():
             times = f"{row['step_s'] * 1e3:.2f} | {row['floor_s'] * 1e3:.2f} | {row['step_s'] / row['floor_s']:.2f}"
             peak = f"{row['peak_reserved_bytes'] / GIB:.1f}"
-            mine[math.inf, kind] = f"| {name} | {kind}, all on the GPU | {times} | | {peak} |"
-    return lines + [mine[key] for mine in found.values() for key in sorted(mine)]
+            lines.append(f"| {name} | {kind}, all on the GPU | {times} | | {peak} |")
+    return lines
 
 
 def table(
     result: dict[str, Any],
     engine: dict[str, Any],
-    earlier: dict[str, Any],
     dense: dict[str, Any],
     soak: dict[str, Any],
     gain: dict[str, Any],
@@ -202,11 +196,8 @@ def table(
         "",
         turns(result),
         "",
-        "An earlier run on such a machine, with the baseline's other experts and accelerate; the same script:",
-        "",
-        *rows_of(earlier, "forced", ("eager", "default", "accelerate", "slots_device")),
-        "",
-        "The device engine alone (another run on the same machine; its floor takes the misses of one global LRU):",
+        "The device engine alone (another run on the same machine; its floor takes the misses of one global LRU). In greedy "
+        "decoding the next step is launched ahead; \"nothing ahead\" is what sampling or a logits processor leaves:",
         "",
         *engine_rows(engine),
         "",
@@ -240,7 +231,7 @@ def table(
         "```",
         "",
         "Result files: "
-        + ", ".join(f"`{path.relative_to(ROOT)}`" for path in (RESULT, EARLIER, ENGINE, DENSE, SOAK, GAIN, *SHAPES))
+        + ", ".join(f"`{path.relative_to(ROOT)}`" for path in (RESULT, ENGINE, DENSE, SOAK, GAIN, *SHAPES))
         + ". Hit rate and speed "
         f"against the budget, shipped tiny model on a CPU (T = 12 experts, 0.0014 GiB in float32): ![plot]({PLOT})",
     ]
@@ -253,9 +244,9 @@ def main() -> int:
     options = parser.parse_args()
     readme = ROOT / "README.md"
     old = readme.read_text()
-    paths = (RESULT, ENGINE, EARLIER, DENSE, SOAK, GAIN, *SHAPES)
-    result, engine, earlier, dense, soak, gain, *shapes = (json.loads(path.read_text()) for path in paths)
-    section = table(result, engine, earlier, dense, soak, gain, shapes)
+    paths = (RESULT, ENGINE, DENSE, SOAK, GAIN, *SHAPES)
+    result, engine, dense, soak, gain, *shapes = (json.loads(path.read_text()) for path in paths)
+    section = table(result, engine, dense, soak, gain, shapes)
     new = replaced(old, START, END, section)
     if options.check:
         return int(old != new)

@@ -206,7 +206,7 @@ def judge_sweep(sweep: dict[str, Any], sizes: Sizes, bandwidths: Mapping[str, fl
     if "points" not in sweep:
         return sweep
     for point in sweep["points"]:
-        point["summary"] = judged({"kind": "slots", "modes": point.pop("modes")}, sizes, bandwidths)["summary"]
+        point["summary"] = judged({"kind": sweep["of"], "modes": point.pop("modes")}, sizes, bandwidths)["summary"]
     return sweep
 
 
@@ -333,7 +333,7 @@ def memory_lines(result: dict[str, Any]) -> Iterator[str]:
 
 
 def sweep_lines(sweep: dict[str, Any]) -> Iterator[str]:
-    yield "sweep: budget GiB, slots, ms a token, tokens/s, hit rate, floor ms"
+    yield f"sweep of {sweep['of']}: budget GiB, slots, ms a token, tokens/s, hit rate, floor ms"
     for point in sweep["points"]:
         for mode, summary in point["summary"].items():
             yield (

@@ -313,6 +313,7 @@ def test_the_benchmark_runs_on_the_cpu_and_ends_with_its_json(tmp_path, capsys, 
             assert result["cases"][kind]["summary"][mode]["tokens"] == {"compared": 3, "equal": 3, "identical": True}
     assert len(result["cases"]["streaming"]["turns"]) == result["cases"]["streaming"]["turn_ratios"]["count"] == cases.TURNS
     assert [(ratio["of"], ratio["mode"]) for ratio in result["pair"]["ratios"]] == [("slots", "forced"), ("slots", "free")]
+    assert result["sweep"]["of"] == "slots"
     small, whole = result["sweep"]["points"]
     assert (small["slot_count"], whole["slot_count"]) == (5, 32)
     assert small["summary"]["forced"]["hit_rate"] < whole["summary"]["forced"]["hit_rate"]
@@ -347,6 +348,14 @@ def test_dense_streaming_exits_1_when_the_tokens_differ(tmp_path, capsys, monkey
     monkeypatch.setattr(dense_streaming, "measure", wrong)
     assert dense_streaming.main([*DENSE, "--work-dir", str(tmp_path)]) == 1
     assert "6 of 8 equal" in capsys.readouterr().out
+
+
+def test_the_sweep_is_of_the_device_engine_where_that_is_asked_for(tmp_path, capsys):
+    arguments = ["--geometry", "tiny", "--tokens", "3", "--cases", "slots_device", "--device", "cpu", "--budgets", "0.001,0.01"]
+    assert expert_cache.main([*arguments, "--work-dir", str(tmp_path)]) == 0
+    result = json.loads(capsys.readouterr().out.strip().splitlines()[-1])
+    assert result["sweep"]["of"] == "slots_device"
+    assert [point["slot_count"] for point in result["sweep"]["points"]] == [5, 32]
 
 
 def test_a_run_that_was_stopped_goes_on_where_it_was(tmp_path, monkeypatch, capsys):
