@@ -75,6 +75,7 @@ ORDER = (
     "recorded_layers",
     "step_cache",
     "step_state",
+    "run_ahead",
     "step_plan",
     "fused_step",
     "decode_step",
