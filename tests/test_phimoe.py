@@ -556,7 +556,7 @@ def test_with_every_expert_in_a_slot_each_is_copied_once(checkpoint: Callable[..
 def test_refused_pinning_is_said_once_and_in_the_statistics(
     checkpoint: Callable[..., Path], monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    def refuse(self: host_memory.HostBlock) -> bool:
+    def refuse(self: host_memory.HostBlock, device: torch.device | None = None) -> bool:
         self.pin_reason = "the driver says no"
         return False
 
