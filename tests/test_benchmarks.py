@@ -8,6 +8,7 @@ import subprocess
 import sys
 from dataclasses import dataclass, replace
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -350,12 +351,13 @@ def test_dense_streaming_exits_1_when_the_tokens_differ(tmp_path, capsys, monkey
     assert "6 of 8 equal" in capsys.readouterr().out
 
 
-def test_the_sweep_is_of_the_device_engine_where_that_is_asked_for(tmp_path, capsys):
-    arguments = ["--geometry", "tiny", "--tokens", "3", "--cases", "slots_device", "--device", "cpu", "--budgets", "0.001,0.01"]
-    assert expert_cache.main([*arguments, "--work-dir", str(tmp_path)]) == 0
-    result = json.loads(capsys.readouterr().out.strip().splitlines()[-1])
-    assert result["sweep"]["of"] == "slots_device"
-    assert [point["slot_count"] for point in result["sweep"]["points"]] == [5, 32]
+@pytest.mark.parametrize(("kinds", "of"), [(["slots"], "slots"), (["eager", "slots", "slots_device"], "slots_device")])
+def test_the_sweep_is_of_the_device_engine_where_that_is_asked_for(kinds, of):
+    args = SimpleNamespace(kinds=kinds, tokens=9, sweep_tokens=4, budgets="0.5,1")
+    shared = {"prompts": [[1], [2]], "modes": ["forced", "free"]}
+    for request, budget in zip(expert_cache.sweep_requests(args, shared), (0.5, 1.0), strict=True):
+        assert (request["kind"], request["sweep_of"], request["budgets_gb"]) == ("sweep", of, [budget])
+        assert (request["tokens"], request["prompts"], request["modes"]) == (4, [[1]], ["forced"])
 
 
 def test_a_run_that_was_stopped_goes_on_where_it_was(tmp_path, monkeypatch, capsys):
