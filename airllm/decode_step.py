@@ -80,8 +80,7 @@ class DecodeStepper:
         self._greedy = False
         self._broken = ""
         self._stream = torch.cuda.Stream(engine.device) if engine.device.type == "cuda" else None
-        self._ahead = RunAhead(self._stream)
-        self._ahead.on &= ahead
+        self._ahead = RunAhead(self._stream, allowed=ahead)
         private.replace_cache_preparation(model, self._prepare)
 
     # --- around generate ----------------------------------------------------------------------------------------------

@@ -27,8 +27,8 @@ class RunAhead:
     ``launched``, ``discarded``: steps so far, and those of them that were not asked for.
     """
 
-    def __init__(self, stream: torch.cuda.Stream | None) -> None:
-        self.on = stream is not None
+    def __init__(self, stream: torch.cuda.Stream | None, allowed: bool = True) -> None:
+        self.on = allowed and stream is not None
         self.until = 0
         self.launched = self.discarded = 0
         self._stream = stream

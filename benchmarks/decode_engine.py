@@ -184,9 +184,10 @@ def decoding(bench: PhiBench) -> dict[str, Any]:
         floor = floors.slot_floor(lru["moved_bytes"], tokens_read, bench.rates)
         found[name] = {"ours": ours, "lru": lru, "floor_s": floor.seconds, "floor_set_by": floor.set_by}
     with bench.slots(everything) as model:
-        floor = floors.resident_floor(tokens_read, bench.rates).seconds
-        found["every expert in a slot"] = {"ours": (ours := decode(bench, model)), "floor_s": floor}
-        found["every expert in a slot, nothing ahead"] = {"ours": (waits := decode(bench, model, said=False)), "floor_s": floor}
+        ours, waits = decode(bench, model), decode(bench, model, said=False)
+    resident_s = floors.resident_floor(tokens_read, bench.rates).seconds
+    found["every expert in a slot"] = {"ours": ours, "floor_s": resident_s}
+    found["every expert in a slot, nothing ahead"] = {"ours": waits, "floor_s": resident_s}
     if waits["replay_s"]:
         found["host_s_a_token"] = waits["step_s"] - waits["replay_s"]
         found["host_s_a_token_ahead"] = ours["step_s"] - ours["replay_s"]

@@ -316,8 +316,8 @@ class AgedPolicy(SlotPolicy):
 
     def check(self) -> None:
         super().check()
-        known = [pair for layer, pair in enumerate(zip(self._least, self._least_slot, strict=True)) if layer not in self._stale]
         layers = [layer for layer in range(self.layers) if layer not in self._stale]
+        known = [(self._least[layer], self._least_slot[layer]) for layer in layers]
         kept = self._owner, self._keys_in
         self._derive()
         if kept != (self._owner, self._keys_in):
