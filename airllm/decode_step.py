@@ -21,6 +21,7 @@ from transformers.modeling_outputs import MoeCausalLMOutputWithPast
 from airllm import transformers_private as private
 from airllm.experts.decode_graphs import no_collector
 from airllm.experts.device_engine import MAX_ROWS, DeviceEngine
+from airllm.experts.side_stream import on_stream
 from airllm.recorded_layers import SameSettings, Unchanged
 from airllm.run_ahead import RunAhead
 from airllm.step_cache import StepCache
@@ -268,7 +269,8 @@ class DecodeStepper:
             state.load(ids, positions, kwargs.get("attention_mask"))
             if state.graph is None and state.warm and self._stream is not None:
                 self._capture(state)
-            self._on_stream(lambda: self._launch(state))
+            with on_stream(self._stream):  # also before it records: libraries keep workspaces by stream
+                self._launch(state)
         fields = {name: value for name, value in state.output.items() if name != "logits"}
         output = type(state.output)(logits=state.output.logits.clone(), **fields)
         state.cache.advance(1)
@@ -310,17 +312,6 @@ class DecodeStepper:
                 **{self.cache_name: state.cache},
             )
 
-    def _on_stream(self, work: Callable[[], Any]) -> Any:
-        """Run on the stream that records later: libraries keep workspaces by stream."""
-        if self._stream is None:
-            return work()
-        current = torch.cuda.current_stream(self.engine.device)
-        self._stream.wait_stream(current)
-        with torch.cuda.stream(self._stream):
-            result = work()
-        current.wait_stream(self._stream)
-        return result
-
     def _capture(self, state: StepState) -> None:
         """Record the step. Nothing runs: the tables and the slots stay as they are."""
         graph = torch.cuda.CUDAGraph()
@@ -338,8 +329,8 @@ class DecodeStepper:
             return output
 
         try:
-            with no_collector():
-                state.output = self._on_stream(record)
+            with no_collector(), on_stream(self._stream):
+                state.output = record()
         except torch.OutOfMemoryError:
             raise
         except RuntimeError as error:

@@ -13,6 +13,7 @@ from collections.abc import Callable
 
 import torch
 
+from airllm.experts.side_stream import join, on_stream
 from airllm.step_state import StepState
 
 Launch = Callable[[StepState], None]
@@ -57,7 +58,7 @@ class RunAhead:
         torch.argmax(logits[:, -1].float(), dim=-1, keepdim=True, out=state.ids)  # as generate takes it
         state.positions.add_(1)
         state.slot.add_(1)
-        self._run(launch, state)
+        self._run(launch, state, wait=False)
         self.launched += 1
         self._state = self._overwritten = state
         self._asked = ids, positions
@@ -72,7 +73,7 @@ class RunAhead:
         same = self._state is state and torch.equal(ids, state.ids)
         if same and torch.equal(positions.expand_as(state.positions), state.positions):
             self._state = self._overwritten = self._asked = None
-            self.join()
+            join(self._stream)
             return True
         self.until = 0
         self.drop()
@@ -88,7 +89,7 @@ class RunAhead:
         if self._state is not None:
             self._state = None
             self.discarded += 1
-        self.join()
+        join(self._stream)
 
     def go_back(self, launch: Launch) -> None:
         """Compute the latest step that was asked for once more, if the one launched after it has written over what it left."""
@@ -100,19 +101,8 @@ class RunAhead:
         state.ids.copy_(asked[0])
         state.positions.copy_(asked[1])
         state.slot.sub_(1)
-        self._run(launch, state)
-        self.join()
+        self._run(launch, state, wait=True)
 
-    def join(self) -> None:
-        """The current stream goes on after everything that was launched."""
-        if self._stream is not None:
-            torch.cuda.current_stream(self._stream.device).wait_stream(self._stream)
-
-    def _run(self, launch: Launch, state: StepState) -> None:
-        """On the stream, after what the current one does; the current one does not wait."""
-        if self._stream is None:
-            launch(state)
-            return
-        self._stream.wait_stream(torch.cuda.current_stream(self._stream.device))
-        with torch.cuda.stream(self._stream):
+    def _run(self, launch: Launch, state: StepState, *, wait: bool) -> None:
+        with on_stream(self._stream, wait=wait):
             launch(state)

@@ -228,11 +228,11 @@ def test_a_launch_ahead_that_fails(
     ahead = model._stepper._ahead
     run, seen = ahead._run, [0]
 
-    def fail(*call: Any) -> None:
+    def fail(*call: Any, wait: bool) -> None:
         seen[0] += 1
         if seen[0] == launch:
             raise error
-        run(*call)
+        run(*call, wait=wait)
 
     monkeypatch.setattr(ahead, "_run", fail)
     if isinstance(error, torch.OutOfMemoryError):
@@ -278,11 +278,14 @@ class StopsAt(StoppingCriteria):
 def test_an_interrupt_at_the_very_end_of_a_call_does_not_switch_the_steps_off(
     oracle: Any, model: Any, device: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    def interrupted() -> None:
-        monkeypatch.undo()
-        raise KeyboardInterrupt
+    last = counts(model)[0] + NEW - 1
 
-    monkeypatch.setattr(model._stepper._ahead, "join", interrupted)
+    def interrupted(_stream: object) -> None:
+        if counts(model)[0] == last:
+            monkeypatch.undo()
+            raise KeyboardInterrupt
+
+    monkeypatch.setattr("airllm.run_ahead.join", interrupted)
     with pytest.raises(KeyboardInterrupt):
         model.generate(prompt(device), max_new_tokens=NEW, do_sample=True)
     before = counts(model)[0]

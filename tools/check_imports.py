@@ -56,6 +56,7 @@ ORDER = (
     "experts.prompt_kernels",
     "experts.grouped",
     "experts.gates",
+    "experts.side_stream",
     "experts.decode_graphs",
     "experts.device_ops",
     "experts.device_tables",

@@ -11,13 +11,14 @@ import gc
 import logging
 import threading
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import ExitStack, contextmanager, suppress
+from contextlib import AbstractContextManager, ExitStack, contextmanager, suppress
 from functools import partial
 from typing import Any
 
 import torch
 
 from airllm.experts.compute import ExpertMath
+from airllm.experts.side_stream import on_stream
 
 log = logging.getLogger(__name__)
 
@@ -59,16 +60,9 @@ class GraphPool:
         self._open: torch.cuda.CUDAGraph | None = None
         self._quiet = ExitStack()
 
-    @contextmanager
-    def aside(self) -> Iterator[None]:
+    def aside(self) -> AbstractContextManager[None]:
         """Inside, work goes to the stream that records, after what the current stream was given and before what it gets."""
-        current = torch.cuda.current_stream(self.device)
-        self._stream.wait_stream(current)
-        try:
-            with torch.cuda.stream(self._stream):
-                yield
-        finally:
-            current.wait_stream(self._stream)
+        return on_stream(self._stream)
 
     def begin(self) -> None:
         """Record from here on, instead of running. Call it, and ``end``, within ``aside``."""
