@@ -11,7 +11,7 @@ import logging
 import threading
 import weakref
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager, nullcontext, suppress
 from typing import Any
 
 import torch
@@ -19,9 +19,9 @@ from transformers import PreTrainedModel
 from transformers.modeling_outputs import MoeCausalLMOutputWithPast
 
 from airllm import transformers_private as private
-from airllm.experts.decode_graphs import no_collector
 from airllm.experts.device_engine import MAX_ROWS, DeviceEngine
 from airllm.experts.side_stream import on_stream
+from airllm.experts.switched_off import no_collector, no_cudnn_attention
 from airllm.recorded_layers import SameSettings, Unchanged
 from airllm.run_ahead import RunAhead
 from airllm.step_cache import StepCache
@@ -37,6 +37,8 @@ MAX_CACHE_BYTES = 2**30
 """Of one call's cache, and of all that is kept between calls."""
 MAX_STATES = MAX_ROWS
 """Numbers of rows whose cache and recording are kept, so that calls of different batches in turn record nothing anew."""
+UNPLANNED_TOKENS = 8192
+"""Longer prompts gain more by the faster attention of cuDNN than its plan costs; see `no_cudnn_attention`."""
 _MODES = ("greedy_search", "sample", "beam_search", "beam_sample")
 _READ = {"input_ids", "attention_mask", "position_ids", "use_cache", "return_dict", "logits_to_keep"}
 
@@ -217,10 +219,12 @@ class DecodeStepper:
 
     def run(self, plain: Callable[[], Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """A forward of the model: as a step if it is one, else by calling ``plain``."""
-        state = self._active
-        if state is None or self._thread != threading.get_ident() or not self._is_step(state, args, kwargs):
+        state = self._active if self._thread == threading.get_ident() else None
+        if state is None or not self._is_step(state, args, kwargs):
             self._ahead.drop()
-            return plain()
+            # A prompt whose tokens will be steps is rounded in an order of its own already; all else is left to torch.
+            with no_cudnn_attention() if state is not None and _is_prompt(kwargs) else nullcontext():
+                return plain()
         output = None
         try:
             output = self._step(state, kwargs)
@@ -362,6 +366,12 @@ class DecodeStepper:
 
 class CaptureError(RuntimeError):
     """A step could not be recorded. Never leaves this module."""
+
+
+def _is_prompt(kwargs: dict[str, Any]) -> bool:
+    """Of a length for which a kernel that needs no plan is worth its slower attention."""
+    ids = kwargs.get("input_ids")
+    return isinstance(ids, torch.Tensor) and 1 < ids.shape[-1] <= UNPLANNED_TOKENS
 
 
 def _rounded(length: int) -> int:

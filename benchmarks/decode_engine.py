@@ -19,6 +19,7 @@ from __future__ import annotations
 
 import argparse
 import gc
+import itertools
 import json
 import statistics
 import sys
@@ -228,22 +229,23 @@ def gain(bench: PhiBench) -> dict[str, Any]:
 
 
 def prompts(bench: PhiBench) -> dict[str, Any]:
-    """The time to the first token into an empty cache, each time of another prompt; its floor: the whole bank over the link,
-    or the arithmetic of the prompt."""
+    """The time to the first token into an empty cache, each time of another prompt, of the same or of a new length (of those
+    just below); its floor: the whole bank over the link, or the arithmetic of the prompt."""
     found = {}
     rate = kernel_table.matmul_flops(bench.device, getattr(torch, bench.dtype), bench.geometry.hidden)
     values = bench.sizes.device_read_bytes / bench.sizes.bytes_per_value
     bank = bench.sizes.total_experts * bench.sizes.expert_bytes / floors.link_rate(bench.rates)
     for engine in ("plain", "device"):
         with bench.slots(bench.args.expert_cache_gb, engine=engine) as model:
-            for length in bench.args.prompt_tokens:
+            for length, new in itertools.product(bench.args.prompt_tokens, (False, True)):
                 bench.call(model, bench.ids(length), 1)
                 seconds, copies = [], model.get_expert_cache_stats()["h2d_copies"]
                 for number in range(bench.args.repeats):
                     model.clear_expert_cache()
-                    seconds.append(bench.call(model, bench.ids(length, seed=2000 + number), 1)[0])
+                    ids = bench.ids(length - new * (number + 1), seed=2000 + number)
+                    seconds.append(bench.call(model, ids, 1)[0])
                 arithmetic = 2 * values * length / rate
-                found[f"{length}, {engine} engine"] = {
+                found[f"{length}, {engine} engine" + ", new lengths" * new] = {
                     "prompt_s": statistics.median(seconds),
                     "prompts_s": seconds,
                     "copies": (model.get_expert_cache_stats()["h2d_copies"] - copies) / bench.args.repeats,

@@ -180,6 +180,27 @@ def test_what_is_no_step_goes_the_plain_way_and_says_why(oracle, model, way):
     assert steps(model) == before and why in reason(model)
 
 
+def test_only_prompts_of_steps_do_without_the_attention_that_needs_a_plan(model, monkeypatch):
+    seen, attend = [], torch.nn.functional.scaled_dot_product_attention
+
+    def spy(query, *args, **kwargs):
+        seen.append((query.shape[-2], torch.backends.cuda.cudnn_sdp_enabled()))
+        return attend(query, *args, **kwargs)
+
+    def called(**call):
+        seen.clear()
+        model.generate(input_ids=ids(), max_new_tokens=3, do_sample=False, pad_token_id=0, **call)
+        return {planned for rows, planned in seen if rows > 1}
+
+    monkeypatch.setattr(torch.nn.functional, "scaled_dot_product_attention", spy)
+    assert torch.backends.cuda.cudnn_sdp_enabled()
+    assert called() == {False}
+    assert called(use_cache=False) == {True}, "what goes the plain way has transformers' own bits"
+    monkeypatch.setattr(decode_step, "UNPLANNED_TOKENS", len(PROMPT[0]) - 1)
+    assert called() == {True}
+    assert torch.backends.cuda.cudnn_sdp_enabled()
+
+
 LISTENED = ["model", "model.embed_tokens", "model.layers.1", "model.layers.1.mlp", "model.norm", "lm_head"]
 
 

@@ -57,6 +57,7 @@ ORDER = (
     "experts.grouped",
     "experts.gates",
     "experts.side_stream",
+    "experts.switched_off",
     "experts.decode_graphs",
     "experts.device_ops",
     "experts.device_tables",

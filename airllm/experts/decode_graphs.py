@@ -7,11 +7,9 @@ results stay bit-equal; only the host time of a launch goes.
 
 from __future__ import annotations
 
-import gc
 import logging
-import threading
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import AbstractContextManager, ExitStack, contextmanager, suppress
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager, ExitStack, suppress
 from functools import partial
 from typing import Any
 
@@ -19,34 +17,9 @@ import torch
 
 from airllm.experts.compute import ExpertMath
 from airllm.experts.side_stream import on_stream
+from airllm.experts.switched_off import no_collector
 
 log = logging.getLogger(__name__)
-
-
-class _Collector:
-    """How many recordings are under way, of all threads, and whether Python's collector was on before the first of them."""
-
-    lock = threading.Lock()
-    recordings = 0
-    was_on = False
-
-
-@contextmanager
-def no_collector() -> Iterator[None]:
-    """Inside, Python's collector does not run. A dropped model's memory is given back after a wait for the device, which CUDA
-    forbids to a thread that records: the recording would break, and that memory stay registered with the driver."""
-    with _Collector.lock:
-        if _Collector.recordings == 0:
-            _Collector.was_on = gc.isenabled()
-            gc.disable()
-        _Collector.recordings += 1
-    try:
-        yield
-    finally:
-        with _Collector.lock:
-            _Collector.recordings -= 1
-            if _Collector.recordings == 0 and _Collector.was_on:
-                gc.enable()
 
 
 class GraphPool:
