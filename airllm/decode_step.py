@@ -37,7 +37,7 @@ MAX_CACHE_BYTES = 2**30
 """Of one call's cache, and of all that is kept between calls."""
 MAX_STATES = MAX_ROWS
 """Numbers of rows whose cache and recording are kept, so that calls of different batches in turn record nothing anew."""
-UNPLANNED_TOKENS = 8192
+UNPLANNED_TOKENS = 4096
 """Longer prompts gain more by the faster attention of cuDNN than its plan costs; see `no_cudnn_attention`."""
 _MODES = ("greedy_search", "sample", "beam_search", "beam_sample")
 _READ = {"input_ids", "attention_mask", "position_ids", "use_cache", "return_dict", "logits_to_keep"}
