@@ -38,7 +38,7 @@ MAX_CACHE_BYTES = 2**30
 MAX_STATES = MAX_ROWS
 """Numbers of rows whose cache and recording are kept, so that calls of different batches in turn record nothing anew."""
 UNPLANNED_TOKENS = 4096
-"""Longer prompts gain more by the faster attention of cuDNN than its plan costs; see `no_cudnn_attention`."""
+"""Beyond so many positions cuDNN's faster attention gains a prompt more than its plan costs; see `no_cudnn_attention`."""
 _MODES = ("greedy_search", "sample", "beam_search", "beam_sample")
 _READ = {"input_ids", "attention_mask", "position_ids", "use_cache", "return_dict", "logits_to_keep"}
 
@@ -219,11 +219,14 @@ class DecodeStepper:
 
     def run(self, plain: Callable[[], Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """A forward of the model: as a step if it is one, else by calling ``plain``."""
-        state = self._active if self._thread == threading.get_ident() else None
-        if state is None or not self._is_step(state, args, kwargs):
+        state = self._active
+        if state is None or kwargs.get(self.cache_name) is not state.cache:  # a forward of somebody else's
             self._ahead.drop()
-            # A prompt whose tokens will be steps is rounded in an order of its own already; all else is left to torch.
-            with no_cudnn_attention() if state is not None and _is_prompt(kwargs) else nullcontext():
+            return plain()
+        if not self._is_step(state, args, kwargs):
+            self._ahead.drop()
+            # The prompt of a call whose tokens will be steps, which round in an order of their own; all else is left to torch.
+            with no_cudnn_attention() if _new_positions(kwargs) + state.cache.seen <= UNPLANNED_TOKENS else nullcontext():
                 return plain()
         output = None
         try:
@@ -248,8 +251,8 @@ class DecodeStepper:
         self._active = None
 
     def _is_step(self, state: StepState, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
-        ids, cache = kwargs.get("input_ids"), kwargs.get(self.cache_name)
-        if args or cache is not state.cache or ids is None or tuple(ids.shape) != (state.batch, 1):
+        ids = kwargs.get("input_ids")
+        if args or ids is None or tuple(ids.shape) != (state.batch, 1):
             return False
         if not 0 < state.cache.seen < state.capacity or kwargs.get("use_cache") is False or kwargs.get("return_dict") is False:
             return False
@@ -368,10 +371,10 @@ class CaptureError(RuntimeError):
     """A step could not be recorded. Never leaves this module."""
 
 
-def _is_prompt(kwargs: dict[str, Any]) -> bool:
-    """Of a length for which a kernel that needs no plan is worth its slower attention."""
-    ids = kwargs.get("input_ids")
-    return isinstance(ids, torch.Tensor) and 1 < ids.shape[-1] <= UNPLANNED_TOKENS
+def _new_positions(kwargs: dict[str, Any]) -> int:
+    """How many a forward computes."""
+    tokens = kwargs["input_ids"] if kwargs.get("input_ids") is not None else kwargs.get("inputs_embeds")
+    return 0 if tokens is None else int(tokens.shape[1])
 
 
 def _rounded(length: int) -> int:

@@ -229,9 +229,9 @@ def gain(bench: PhiBench) -> dict[str, Any]:
 
 
 def prompts(bench: PhiBench) -> dict[str, Any]:
-    """The time to the first token into an empty cache, each time of another prompt, of the same or of a new length (of those
-    just below); its floor: the whole bank over the link, or the arithmetic of the prompt."""
-    found = {}
+    """The time to the first token into an empty cache, each time of another prompt, of the same or of a new length (one less
+    than the last new one of either engine); its floor: the whole bank over the link, or the arithmetic of the prompt."""
+    found, less = {}, dict.fromkeys(bench.args.prompt_tokens, 0)
     rate = kernel_table.matmul_flops(bench.device, getattr(torch, bench.dtype), bench.geometry.hidden)
     values = bench.sizes.device_read_bytes / bench.sizes.bytes_per_value
     bank = bench.sizes.total_experts * bench.sizes.expert_bytes / floors.link_rate(bench.rates)
@@ -239,15 +239,17 @@ def prompts(bench: PhiBench) -> dict[str, Any]:
         with bench.slots(bench.args.expert_cache_gb, engine=engine) as model:
             for length, new in itertools.product(bench.args.prompt_tokens, (False, True)):
                 bench.call(model, bench.ids(length), 1)
-                seconds, copies = [], model.get_expert_cache_stats()["h2d_copies"]
+                seconds, lengths, copies = [], [], model.get_expert_cache_stats()["h2d_copies"]
                 for number in range(bench.args.repeats):
                     model.clear_expert_cache()
-                    ids = bench.ids(length - new * (number + 1), seed=2000 + number)
-                    seconds.append(bench.call(model, ids, 1)[0])
+                    less[length] += new
+                    lengths.append(length - new * less[length])
+                    seconds.append(bench.call(model, bench.ids(lengths[-1], seed=2000 + number), 1)[0])
                 arithmetic = 2 * values * length / rate
                 found[f"{length}, {engine} engine" + ", new lengths" * new] = {
                     "prompt_s": statistics.median(seconds),
                     "prompts_s": seconds,
+                    "lengths": lengths,
                     "copies": (model.get_expert_cache_stats()["h2d_copies"] - copies) / bench.args.repeats,
                     "bank_over_link_s": bank,
                     "arithmetic_s": arithmetic,
@@ -364,6 +366,8 @@ def main(arguments: list[str] | None = None) -> int:
     parser.add_argument("--prompt-tokens", type=int, nargs="*", default=[512, 4096])
     parser.add_argument("--sections", default="kernels,decoding,routing,prompts,logits_error", help="comma-separated")
     args = parser.parse_args(arguments)
+    if min(args.prompt_tokens, default=sys.maxsize) <= 2 * args.repeats:
+        parser.error(f"--prompt-tokens: more than {2 * args.repeats} each, for --repeats new lengths below it of both engines")
     bench = bench_of(args, args.layers)
     result: dict[str, Any] = {"benchmark": "decode_engine", "geometry": bench.geometry.name, "dtype": bench.dtype}
     result |= {"hardware": machine.hardware(bench.device), "bandwidths": bench.rates, "budget_gb": args.expert_cache_gb}

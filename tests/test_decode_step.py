@@ -180,25 +180,59 @@ def test_what_is_no_step_goes_the_plain_way_and_says_why(oracle, model, way):
     assert steps(model) == before and why in reason(model)
 
 
-def test_only_prompts_of_steps_do_without_the_attention_that_needs_a_plan(model, monkeypatch):
+@pytest.fixture
+def attended(model, monkeypatch):
+    """Calls generate; gives, of each attention of transformers' own in it, the queries, keys, and whether cuDNN may do it."""
     seen, attend = [], torch.nn.functional.scaled_dot_product_attention
 
-    def spy(query, *args, **kwargs):
-        seen.append((query.shape[-2], torch.backends.cuda.cudnn_sdp_enabled()))
-        return attend(query, *args, **kwargs)
+    def spy(query, key, *args, **kwargs):
+        seen.append((query.shape[-2], key.shape[-2], torch.backends.cuda.cudnn_sdp_enabled()))
+        return attend(query, key, *args, **kwargs)
 
     def called(**call):
         seen.clear()
-        model.generate(input_ids=ids(), max_new_tokens=3, do_sample=False, pad_token_id=0, **call)
-        return {planned for rows, planned in seen if rows > 1}
+        call = {"max_new_tokens": 4, "do_sample": False, "pad_token_id": 0, "eos_token_id": None, **call}
+        model.generate(**{"input_ids": ids(), **call} if "inputs_embeds" not in call else call)
+        assert torch.backends.cuda.cudnn_sdp_enabled()
+        return set(seen)
 
     monkeypatch.setattr(torch.nn.functional, "scaled_dot_product_attention", spy)
     assert torch.backends.cuda.cudnn_sdp_enabled()
-    assert called() == {False}
-    assert called(use_cache=False) == {True}, "what goes the plain way has transformers' own bits"
-    monkeypatch.setattr(decode_step, "UNPLANNED_TOKENS", len(PROMPT[0]) - 1)
-    assert called() == {True}
-    assert torch.backends.cuda.cudnn_sdp_enabled()
+    return called
+
+
+LENGTH = len(PROMPT[0])
+
+
+def test_prompts_of_steps_do_without_the_attention_that_needs_a_plan(attended, model):
+    whole = (LENGTH, LENGTH, False)
+    assert attended() == {whole}
+    assert attended(num_beams=2) == {whole}
+    assert attended(input_ids=ids([[5]])) == {(1, 1, False)}
+    assert attended(inputs_embeds=model.model.get_input_embeddings()(ids()).detach()) == {whole}
+
+
+def test_what_is_no_step_has_the_attention_that_torch_chooses(attended, model):
+    assert {planned for *_, planned in attended(use_cache=False)} == {True}
+
+    class Asks(BaseStreamer):
+        def put(self, value):
+            model(input_ids=ids([[1, 2, 3]]))
+
+        def end(self):
+            pass
+
+    before = steps(model)
+    assert attended(streamer=Asks()) == {(LENGTH, LENGTH, False), (3, 3, True)}
+    assert steps(model) == before + 3
+
+
+def test_prompts_that_end_beyond_the_limit_have_it_too(attended, monkeypatch):
+    for limit in (LENGTH, LENGTH - 1):
+        monkeypatch.setattr(decode_step, "UNPLANNED_TOKENS", limit)
+        assert attended() == {(LENGTH, LENGTH, limit < LENGTH)}
+    monkeypatch.setattr(decode_step, "UNPLANNED_TOKENS", LENGTH // 2)
+    assert attended(prefill_chunk_size=LENGTH // 2) == {(LENGTH // 2, LENGTH // 2, False), (LENGTH // 2, LENGTH, True)}
 
 
 LISTENED = ["model", "model.embed_tokens", "model.layers.1", "model.layers.1.mlp", "model.norm", "lm_head"]

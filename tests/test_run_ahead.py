@@ -287,7 +287,7 @@ def test_an_interrupt_at_the_very_end_of_a_call_does_not_switch_the_steps_off(
 
     monkeypatch.setattr("airllm.run_ahead.join", interrupted)
     with pytest.raises(KeyboardInterrupt):
-        model.generate(prompt(device), max_new_tokens=NEW, do_sample=True)
+        model.generate(prompt(device), max_new_tokens=NEW, do_sample=True, eos_token_id=None)
     before = counts(model)[0]
     both(oracle, model, prompt(device), eos_token_id=None)
     assert counts(model)[0] == before + NEW - 1

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 
 import torch
 
@@ -19,9 +19,13 @@ def on_stream(stream: torch.cuda.Stream | None, *, wait: bool = True) -> Iterato
     try:
         with torch.cuda.stream(stream):
             yield
-    finally:
+    except BaseException:
         if wait:
-            join(stream)
+            with suppress(RuntimeError):  # the first error is the one to show
+                join(stream)
+        raise
+    if wait:
+        join(stream)
 
 
 def join(stream: torch.cuda.Stream | None) -> None:

@@ -7,6 +7,7 @@ from collections.abc import Callable, Iterator
 
 import pytest
 import torch
+from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from airllm.experts.switched_off import SwitchedOff, no_collector, no_cudnn_attention
 
@@ -46,6 +47,33 @@ def test_it_comes_back_after_an_error(setting) -> None:  # type: ignore[no-untyp
         assert not is_on()
         raise KeyboardInterrupt
     assert is_on()
+
+
+@pytest.mark.parametrize("when", ["off", "on"])
+def test_what_an_interrupt_left_off_is_on_again_after_the_next(when: str) -> None:
+    state, interrupts = [True], [KeyboardInterrupt()]
+
+    def switch(on: bool) -> None:
+        if not on:
+            state[0] = on
+        if on == (when == "on") and interrupts:
+            raise interrupts.pop()
+        state[0] = on
+
+    off = SwitchedOff(lambda: state[0], switch)
+    with pytest.raises(KeyboardInterrupt), off():
+        pass
+    assert state == [when == "off"]
+    with off():
+        assert state == [False]
+    assert state == [True]
+
+
+def test_cudnn_stays_where_nothing_else_is_allowed() -> None:
+    before = torch.backends.cuda.cudnn_sdp_enabled()
+    with sdpa_kernel(SDPBackend.CUDNN_ATTENTION), no_cudnn_attention():
+        assert torch.backends.cuda.cudnn_sdp_enabled()
+    assert torch.backends.cuda.cudnn_sdp_enabled() == before
 
 
 def test_what_somebody_else_switched_off_stays_off(setting) -> None:  # type: ignore[no-untyped-def]
