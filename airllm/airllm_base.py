@@ -340,6 +340,8 @@ class AirLLMBaseModel(SlotBackend):
         with self._guard.lock:
             if self._guard.closed:
                 return
+            with contextlib.suppress(RuntimeError):  # a device that has failed tells nothing any more
+                self._last_stats = self.get_expert_cache_stats()
             self._guard.closed = True
             self._resources.close()
             guard.empty(self.model)

@@ -35,7 +35,7 @@ _ANY = "AirLLMBaseModel"
 class AutoModel:
     """``AutoModel.from_pretrained(name_or_path, ...)`` gives the model in the class that fits it."""
 
-    def __init__(self) -> None:
+    def __init__(self, *_: Any, **__: Any) -> None:
         raise OSError("AutoModel is not made directly: use AutoModel.from_pretrained(name_or_path, ...)")
 
     @classmethod

@@ -129,7 +129,10 @@ def _weight_files(root: Path) -> tuple[list[Path], dict[str, str] | None]:
 
 def _no_weights(root: Path) -> str:
     if any(root.glob("pytorch_model*.bin")):
-        return f"{root} has pytorch .bin weights only: split them first (airllm.split_and_save_layers)"
+        return (
+            f"{root} has pytorch .bin weights only, and no split of them that is up to date: loading the model once "
+            "(`airllm generate`, from_pretrained) or airllm.split_and_save_layers writes one, into splitted_model there"
+        )
     return f"{root} has no weights: expected {SINGLE_FILE}, or {INDEX_FILE} with its shards, or a split folder"
 
 

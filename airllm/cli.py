@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import os
+import re
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -51,8 +52,37 @@ def plain_errors() -> Iterator[None]:
     try:
         yield
     except AirLLMError as error:
-        typer.echo(f"airllm: {error}", err=True)
+        typer.echo(f"airllm: {shell_words(str(error))}", err=True)
         raise typer.Exit(1) from error
+
+
+_SHELL_WORDS = (
+    (r"(?:use )?expert_cache_backend=([\"'])none\1", "leave --expert-cache-gb out"),
+    (r"expert_cache_backend=([\"'])slot\1", "--expert-cache-gb"),
+    (r"(?<![\w-])device=([\"']?)([\w:]+)\1", r"--device \2"),
+    (r"(?<![\w-])(expert_cache_gb|resident_gb|max_seq_len|dtype)=", lambda found: f"--{found[1].replace('_', '-')} "),
+    (r"(?<![\w-])(?:expert_cache_gb|resident_gb|max_seq_len)(?!\w)", lambda found: f"--{found[0].replace('_', '-')}"),
+    (r"^dtype(?!\w)", "--dtype"),
+    (r"pass hf_token", "run `hf auth login`"),
+)
+"""What a message of the package, which speaks of keywords, is called on the command line."""
+
+
+def shell_words(message: str) -> str:
+    """The message with options in the place of keywords."""
+    for keyword, option in _SHELL_WORDS:
+        message = re.sub(keyword, option, message)
+    return message
+
+
+class _ShellFormatter(logging.Formatter):
+    """Messages of this package as its errors are written; others with the name of who says them."""
+
+    def format(self, record: logging.LogRecord) -> str:
+        text = super().format(record)
+        if record.name.partition(".")[0] == "airllm":
+            return f"airllm: {shell_words(text)}"
+        return f"{record.name}: {text}"
 
 
 def show_version(asked: bool) -> None:
@@ -66,7 +96,9 @@ def common(
     verbose: Annotated[bool, typer.Option("--verbose", "-v", help="Say what is chosen, and why.")] = False,
     version: Annotated[bool, typer.Option("--version", callback=show_version, is_eager=True, help="Print it.")] = False,
 ) -> None:
-    logging.basicConfig(level=logging.INFO if verbose else logging.WARNING, format="%(name)s: %(message)s")
+    to_stderr = logging.StreamHandler()
+    to_stderr.setFormatter(_ShellFormatter("%(message)s"))
+    logging.basicConfig(level=logging.INFO if verbose else logging.WARNING, handlers=[to_stderr])
 
 
 @app.command(
@@ -151,9 +183,12 @@ def parse_gib(option: str, text: str, word: str) -> float | str:
     if text.strip().lower() == word:
         return word
     try:
-        return float(text)
+        number = float(text)
     except ValueError:
         raise OptionError(f"{option} takes a number of GiB or {word}, got {text!r}") from None
+    if option == "--expert-cache-gb" and number == 0:
+        raise OptionError(f"{option} 0 leaves no room for a slot: give more, or {word}, or leave it out to stream the model")
+    return number
 
 
 def require_text(prompt: str) -> None:

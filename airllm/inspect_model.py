@@ -7,6 +7,7 @@ device.
 from __future__ import annotations
 
 import json
+import math
 import re
 from collections import Counter
 from collections.abc import Collection, Iterable, Mapping
@@ -21,7 +22,7 @@ from airllm.checkpoint import CheckpointIndex
 from airllm.dense_budget import DensePlan, largest_that_fits, plan_dense, resident_gib
 from airllm.errors import BudgetError, CheckpointError, UnsupportedModelError
 from airllm.experts.assembly import RESERVE_BYTES, kv_cache_bytes
-from airllm.experts.budget import SCRATCH_SLOTS, SlotPlan, plan_slots
+from airllm.experts.budget import GIB, SCRATCH_SLOTS, SlotPlan, plan_slots
 from airllm.experts.layout import ModelLayout
 from airllm.layer_files import open_unsplit
 from airllm.layer_layout import plan_layers
@@ -196,6 +197,8 @@ def read_config(root: Path) -> dict[str, Any]:
             f"{root} {what}: give the folder of a checkpoint as transformers saves it; one on the hub is downloaded first "
             "(`hf download NAME --local-dir FOLDER`)"
         ) from None
+    except NotADirectoryError:
+        raise CheckpointError(f"{root} is a file: give the folder that holds config.json and the weights") from None
     except (OSError, ValueError) as error:
         raise CheckpointError(f"{path} cannot be read as JSON ({error}): download it again") from error
     if not isinstance(content, dict):
@@ -256,8 +259,9 @@ def streamed_on_card(inspection: Inspection, vram_bytes: int, max_seq_len: int) 
     if best is None:
         need = beside + plan_dense(inspection.dense_layers, 0).device_bytes
         raise BudgetError(
-            f"a card of {vram_bytes} B is too small to stream this model: weights outside the layers, KV cache for "
-            f"{max_seq_len} tokens, workspace and three blocks for layers need {need} B (one block with prefetching=False)"
+            f"a card of {vram_bytes / GIB:g} GiB is too small to stream this model: weights outside the layers, KV cache for "
+            f"{max_seq_len} tokens, workspace, driver and three blocks for layers need "
+            f"{math.ceil(need / GIB * 1000) / 1000} GiB ({need} B; one block with prefetching=False)"
         )
     return best
 
@@ -274,6 +278,7 @@ def budget_for_card(inspection: Inspection, dense: DensePlan, vram_bytes: int, m
     one_token_bytes = experts.top_k * experts.expert_bytes
     if budget >= one_token_bytes:
         return budget
+    least = math.ceil((vram_bytes + one_token_bytes - budget) / GIB * 1000) / 1000
     best = largest_that_fits(inspection.dense_layers, left - one_token_bytes)
     remedy = (
         f"--resident-gb {resident_gib(best):g} would do: {best.resident} of {len(best.layers)} layers stay, and "
@@ -282,9 +287,9 @@ def budget_for_card(inspection: Inspection, dense: DensePlan, vram_bytes: int, m
         else "even --resident-gb 0 does not fit; the model can be streamed instead"
     )
     raise BudgetError(
-        f"a card of {vram_bytes} B is {one_token_bytes - budget} B too small for slots: beside dense weights, KV cache for "
-        f"{max_seq_len} tokens and workspace it must hold {one_token_bytes} B for {experts.top_k} experts (one token in one "
-        f"layer); {remedy}"
+        f"a card of {vram_bytes / GIB:g} GiB is too small for slots, {least} GiB would do: beside dense weights, KV cache for "
+        f"{max_seq_len} tokens, workspace, and {(CONTEXT_BYTES + RESERVE_BYTES) / GIB:g} GiB for the driver and in reserve it "
+        f"must hold {one_token_bytes} B for {experts.top_k} experts (one token in one layer); {remedy}"
     )
 
 

@@ -26,6 +26,11 @@ def gib(nbytes: float) -> str:
     return f"{nbytes / GIB:.3g} GiB" if nbytes >= GIB else f"{nbytes / 2**20:.3g} MiB"
 
 
+def short(rate: float) -> str:
+    """Three digits, or the whole number."""
+    return f"{rate:.3g}" if rate < 1000 else f"{rate:.0f}"
+
+
 def describe(
     found: Inspection,
     budget_bytes: int | None,
@@ -52,6 +57,7 @@ def describe(
     if vram_bytes is not None:
         budget_bytes = budget_for_card(found, dense, vram_bytes, max_seq_len)
         lines += describe_card(found, dense, vram_bytes, budget_bytes, max_seq_len)
+        budget_bytes = min(budget_bytes, experts.total_experts * experts.expert_bytes)  # more would be of no use
     budgets = [budget_bytes] if budget_bytes is not None else telling_budgets(experts)
     outlooks = [slot_outlook(experts, budget, link_bytes_per_s, dense.moved_bytes) for budget in budgets]
     return lines + slot_table(outlooks, link_bytes_per_s)
@@ -68,7 +74,7 @@ def describe_files(found: Inspection) -> list[str]:
         f"  dense           {found.dense_bytes} B ({gib(found.dense_bytes)})",
     ]
     if found.kv_bytes_per_token is not None:
-        window = f", at most {found.sliding_window} tokens" if found.sliding_window else ""
+        window = f", attention to the last {found.sliding_window}" if found.sliding_window else ""
         lines.append(f"  KV cache        {found.kv_bytes_per_token} B a token{window}")
     return lines
 
@@ -82,7 +88,7 @@ def describe_streaming(found: Inspection, plan: DensePlan, link_bytes_per_s: flo
     if not moved:
         return ["  streaming       every layer has memory of its own: nothing crosses the link"] if stays else []
     rate = link_bytes_per_s / moved
-    return [f"  streaming       {stays}{gib(moved)} a token; {link_bytes_per_s / 1e9:g} GB/s allow {rate:.3g} tokens/s"]
+    return [f"  streaming       {stays}{gib(moved)} a token; {link_bytes_per_s / 1e9:g} GB/s allow {short(rate)} tokens/s"]
 
 
 def describe_streaming_card(found: Inspection, vram_bytes: int, link_bytes_per_s: float, max_seq_len: int) -> list[str]:
@@ -160,12 +166,12 @@ def budget_gib(plan: SlotPlan) -> str:
 def slot_table(outlooks: list[SlotOutlook], link_bytes_per_s: float) -> list[str]:
     """What the link alone allows; the time of the arithmetic comes on top."""
     lines = [
-        f"  expert_cache_gb  slots  scratch     T   all missed    uniform routing   (link {link_bytes_per_s / 1e9:g} GB/s)",
+        f"--expert-cache-gb  slots  scratch     T   all missed    uniform routing   (link {link_bytes_per_s / 1e9:g} GB/s)",
     ]
     for o in outlooks:
-        estimate = "no misses" if o.tokens_per_s_estimated is None else f"{o.tokens_per_s_estimated:.3g} tok/s"
+        estimate = "no misses" if o.tokens_per_s_estimated is None else f"{short(o.tokens_per_s_estimated)} tok/s"
         lines.append(
             f"  {budget_gib(o.plan):>15}  {o.plan.slots:>5}  {o.plan.scratch:>7}  {o.plan.slots / o.per_token:>4.2f}"
-            f"  {o.tokens_per_s_all_missed:>5.3g} tok/s  {estimate:>11} at {o.uniform_hit_rate:.2f}"
+            f"  {short(o.tokens_per_s_all_missed):>5} tok/s  {estimate:>11} at {o.uniform_hit_rate:.2f}"
         )
     return lines

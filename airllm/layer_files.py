@@ -101,11 +101,12 @@ def find_or_create_split(
 
 
 def open_unsplit(folder: Path) -> CheckpointIndex:
-    """The safetensors weights of ``folder`` as they are or, where they are gone, its split. Writes nothing."""
+    """The safetensors weights of ``folder`` as they are or, where they are gone or .bin files, its split. Writes nothing."""
     try:
         return CheckpointIndex.open(folder)
     except CheckpointError:
-        if has_bin_weights(folder) or not split_folder(folder).is_dir():
+        target = split_folder(folder)
+        if not target.is_dir() or (has_bin_weights(folder) and not is_usable(target, BinCheckpoint.open(folder))):
             raise
         log.info("%s has no whole weights of its own: its split is looked at", folder)
     return CheckpointIndex.open(find_or_create_split(folder))

@@ -355,6 +355,8 @@ def _as_device(value: Any) -> torch.device:
         if value < 0:
             raise DeviceError(f"device must be a GPU number of 0 or more, got {value}; use 'cpu' for the CPU")
         return torch.device("cuda", value)
+    if value.strip().isdecimal():
+        return torch.device("cuda", int(value))
     try:
         return torch.device(value.strip().lower())
     except RuntimeError as error:

@@ -44,6 +44,7 @@ class SlotBackend:
     _reader: TensorReader
     _guard: guard.ForwardGuard
     _runtime: SlotExpertRuntime | None = None
+    _last_stats: dict[str, Any] | None = None  # of a closed model
     _stepper: DecodeStepper | None = None
     _streamer: LayerStreamer | None = None
     _graph_reason = "not recorded for this family"
@@ -131,9 +132,10 @@ class SlotBackend:
     # --- statistics ---------------------------------------------------------------------------------------------------
 
     def get_expert_cache_stats(self) -> dict[str, Any]:
-        """Sizes (bytes) and counters of the expert cache; all measured. ``enabled`` is False when layers are streamed."""
+        """Sizes (bytes) and counters of the expert cache; all measured. ``enabled`` is False when layers are streamed. A closed
+        model gives what it gave last."""
         if self._runtime is None:
-            return disabled_stats()
+            return dict(self._last_stats) if self._last_stats is not None else disabled_stats()
         dense, plan = dense_resident_bytes(self.model, self._streamer), self._streamer.plan if self._streamer else None
         ring_bytes = plan.ring_bytes if plan else 0
         stats = {

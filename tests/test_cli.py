@@ -11,6 +11,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from safetensors.torch import load_file
 from typer.testing import CliRunner
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -18,6 +19,7 @@ sys.path.insert(0, str(ROOT))
 
 import airllm  # noqa: E402
 from airllm import cli, demo, inspect_model  # noqa: E402
+from airllm.cli import shell_words  # noqa: E402
 from airllm.dense_budget import plan_dense  # noqa: E402
 from airllm.errors import BudgetError, CheckpointError  # noqa: E402
 from airllm.experts.budget import plan_slots  # noqa: E402
@@ -341,7 +343,7 @@ def test_inspect_of_a_dense_model_says_what_stays(checkpoint):
 
 
 @pytest.mark.parametrize(
-    ("given", "message"), [("some", "--resident-gb takes a number of GiB or all"), ("-1", "resident_gb must")]
+    ("given", "message"), [("some", "--resident-gb takes a number of GiB or all"), ("-1", "--resident-gb must")]
 )
 def test_a_wrong_resident_gb_is_refused_on_one_line(phi_tiny, given, message):
     for asked in (["inspect", phi_tiny], ["generate", phi_tiny, "--prompt", "x", "--device", "cpu"]):
@@ -442,8 +444,8 @@ def test_generate_prints_what_transformers_would(speaking, way):
     ("arguments", "message"),
     [
         (("--expert-cache-gb", "plenty"), "takes a number of GiB or auto"),
-        (("--expert-cache-gb", "-1"), "expert_cache_gb"),
-        (("--dtype", "float17"), "dtype must be"),
+        (("--expert-cache-gb", "-1"), "--expert-cache-gb must be a finite number"),
+        (("--dtype", "float17"), "--dtype must be"),
     ],
 )
 def test_generate_refuses_on_one_line_with_exit_code_1(speaking, arguments, message):
@@ -518,3 +520,68 @@ def test_the_clock_keeps_prompt_and_decoding_apart_and_does_not_count_its_callba
     clock.end()
     assert clock.tokens == [7, 8, 9] and len(clock.decode_s) == 2 and calls == [1]
     assert clock.prompt_s < 0.1 and sum(clock.decode_s) < 0.1
+
+
+@pytest.mark.parametrize(
+    ("message", "said"),
+    [
+        ("raise expert_cache_gb to at least 0.12", "raise --expert-cache-gb to at least 0.12"),
+        ("expert_cache_gb=0.0 leaves", "--expert-cache-gb 0.0 leaves"),
+        ("resident_gb must be finite", "--resident-gb must be finite"),
+        ("or pass device='cpu'", "or pass --device cpu"),
+        ("expert_cache_backend='slot' needs a GPU", "--expert-cache-gb needs a GPU"),
+        ('use expert_cache_backend="none".', "leave --expert-cache-gb out."),
+        ("more than max_seq_len=512: it", "more than --max-seq-len 512: it"),
+        ("dtype must be one of", "--dtype must be one of"),
+        ("and pass hf_token if", "and run `hf auth login` if"),
+        ("--resident-gb 0.4 would do, the dtype stays", "--resident-gb 0.4 would do, the dtype stays"),
+        ("expert_cache_engine='device': plain", "expert_cache_engine='device': plain"),
+    ],
+)
+def test_messages_speak_the_words_of_the_shell(message, said):
+    assert shell_words(message) == said
+
+
+def test_what_is_logged_speaks_the_words_of_the_shell_too(speaking):
+    arguments = ["-v", "generate", speaking, "--prompt", "And", "--max-new-tokens", 2, "--expert-cache-gb", "auto"]
+    line = [sys.executable, "-m", "airllm", *map(str, arguments), "--device", "cpu"]
+    said = subprocess.run(line, capture_output=True, text=True, check=True, cwd=ROOT).stderr
+    assert re.search(r"^airllm: --expert-cache-gb: \d+ slots", said, re.MULTILINE) and "expert_cache_gb" not in said
+
+
+def test_inspect_looks_at_the_split_of_bin_files(dense_model):
+    before = inspect_model.inspect_folder(dense_model)
+    (file,) = dense_model.glob("*.safetensors")
+    weights = load_file(file)
+    file.unlink()
+    torch.save(weights, dense_model / "pytorch_model.bin")
+    refused = command("inspect", dense_model)
+    assert refused.exit_code == 1 and "no split of them that is up to date" in refused.output
+    find_or_create_split(dense_model)
+    files = sorted(dense_model.rglob("*"))
+    assert inspect_model.inspect_folder(dense_model).dense_layers == before.dense_layers
+    torch.save({name: tensor + 1 for name, tensor in weights.items()}, dense_model / "pytorch_model.bin")
+    assert command("inspect", dense_model).exit_code == 1, "a split of other weights"
+    assert sorted(dense_model.rglob("*")) == files
+
+
+def test_inspect_of_a_file_says_that_it_is_one(tmp_path):
+    (tmp_path / "file.txt").write_text("x")
+    result = command("inspect", tmp_path / "file.txt")
+    assert result.exit_code == 1 and "is a file: give the folder" in result.output
+
+
+def test_inspect_of_a_card_with_room_for_every_expert_prints_no_more_than_they_take(phi_tiny):
+    (line,) = [line for line in command("inspect", phi_tiny, "--vram-gb", 24).output.splitlines() if " no misses" in line]
+    assert line.split()[:2] == ["5.2500", "512"]
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="there it is a device")
+def test_a_device_may_be_a_number():
+    result = command("generate", airllm.tiny_model_path(), "--prompt", "x", "--device", "0")
+    assert result.exit_code == 1 and "device 'cuda:0' was asked for" in result.output
+
+
+def test_no_budget_at_all_is_refused_in_the_words_of_the_shell(speaking):
+    result = command("generate", speaking, "--prompt", "x", "--device", "cpu", "--expert-cache-gb", "0")
+    assert result.exit_code == 1 and "leave it out to stream the model" in result.output

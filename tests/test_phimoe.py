@@ -635,7 +635,9 @@ def test_after_closing_a_call_raises_and_nothing_is_held(checkpoint: Callable[..
     with load(checkpoint("phimoe"), 4) as model:
         families.greedy(model, torch.tensor([[5, 6, 7]]), 2)
         used, block = runtime(model), weakref.ref(runtime(model).bank._memory)
+        last = model.get_expert_cache_stats()
     assert used.pool.nbytes == 0 and block()._map is None
+    assert model.get_expert_cache_stats() == last and last["misses"] > 0
     for call in (lambda: model(torch.tensor([[5]])), lambda: model.generate(torch.tensor([[5]]), max_new_tokens=1)):
         with pytest.raises(AirLLMError, match="closed"):
             call()

@@ -40,7 +40,8 @@ def disabled_stats() -> dict[str, object]:
         "capacity_bytes allocated_cache_bytes resident_bytes resident_experts slot_count scratch_slots scratch_bytes "
         "allocated_device_bytes dense_resident_bytes dense_streamed_bytes dense_ring_bytes host_bank_bytes host_bank_experts "
         "host_bank_load_seconds "
-        "host_bank_tensor_reads pinned_staging_bytes generation_disk_expert_reads"
+        "host_bank_tensor_reads host_bank_pinned host_bank_pin_reason pinned_staging_bytes generation_disk_expert_reads "
+        "budget_reason cache_policy cache_policy_reason engine device_engine_reason decode_graphs decode_graphs_reason"
     ).split()
     counters = (field.name for field in fields(Counters))
     return {"enabled": False, "backend": "none", **dict.fromkeys([*names, *counters])}
