@@ -542,11 +542,18 @@ def test_messages_speak_the_words_of_the_shell(message, said):
     assert shell_words(message) == said
 
 
-def test_what_is_logged_speaks_the_words_of_the_shell_too(speaking):
-    arguments = ["-v", "generate", speaking, "--prompt", "And", "--max-new-tokens", 2, "--expert-cache-gb", "auto"]
-    line = [sys.executable, "-m", "airllm", *map(str, arguments), "--device", "cpu"]
-    said = subprocess.run(line, capture_output=True, text=True, check=True, cwd=ROOT).stderr
-    assert re.search(r"^airllm: --expert-cache-gb: \d+ slots", said, re.MULTILINE) and "expert_cache_gb" not in said
+@pytest.mark.parametrize(
+    ("name", "said"),
+    [("airllm.slot_backend", "airllm: --expert-cache-gb: 4 slots"), ("elsewhere", "elsewhere: expert_cache_gb: 4 slots")],
+)
+def test_what_is_logged_speaks_the_words_of_the_shell_too(name, said, monkeypatch):
+    level = logging.root.level
+    monkeypatch.setattr(logging.root, "handlers", [])
+    command("--verbose", "inspect", "nowhere")
+    logging.root.setLevel(level)
+    (handler,) = logging.root.handlers
+    record = logging.LogRecord(name, logging.INFO, "", 0, "expert_cache_gb: %d slots", (4,), None)
+    assert handler.format(record) == said
 
 
 def test_inspect_looks_at_the_split_of_bin_files(dense_model):
