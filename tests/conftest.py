@@ -14,6 +14,13 @@ import torch
 torch.set_num_threads(1)  # tiny models: a second thread costs more at its barriers than it computes
 
 
+def pytest_configure(config: pytest.Config) -> None:
+    """Where processes share the work by file: in the order of collection, which begins with the slowest, those of the kernels.
+    By the number of their tests, which is small, they would come last, and one process would wait for the other."""
+    if hasattr(config.option, "loadscopereorder"):
+        config.option.loadscopereorder = False
+
+
 @pytest.fixture(params=["cpu", pytest.param("cuda:0", marks=pytest.mark.gpu)])
 def device(request: pytest.FixtureRequest) -> str:
     """Each test that asks for it runs on the CPU, and on a GPU under the marker ``gpu``."""
