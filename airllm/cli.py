@@ -171,6 +171,10 @@ def generate(
         require_text(prompt)
         if expert_cache_gb is not None:
             budget = parse_gib("--expert-cache-gb", expert_cache_gb, "auto")
+            if budget == 0:
+                raise OptionError(
+                    "--expert-cache-gb 0 leaves no room for a slot: give more, or auto, or leave it out to stream the model"
+                )
             options |= {"expert_cache_backend": "slot", "expert_cache_gb": budget}
         if resident_gb is not None:
             options["resident_gb"] = parse_gib("--resident-gb", resident_gb, "all")
@@ -183,12 +187,9 @@ def parse_gib(option: str, text: str, word: str) -> float | str:
     if text.strip().lower() == word:
         return word
     try:
-        number = float(text)
+        return float(text)
     except ValueError:
         raise OptionError(f"{option} takes a number of GiB or {word}, got {text!r}") from None
-    if option == "--expert-cache-gb" and number == 0:
-        raise OptionError(f"{option} 0 leaves no room for a slot: give more, or {word}, or leave it out to stream the model")
-    return number
 
 
 def require_text(prompt: str) -> None:

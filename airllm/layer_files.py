@@ -106,10 +106,10 @@ def open_unsplit(folder: Path) -> CheckpointIndex:
         return CheckpointIndex.open(folder)
     except CheckpointError:
         target = split_folder(folder)
-        if not target.is_dir() or (has_bin_weights(folder) and not is_usable(target, BinCheckpoint.open(folder))):
+        if not target.is_dir() or not is_usable(target, _open_source(folder, target)):
             raise
         log.info("%s has no whole weights of its own: its split is looked at", folder)
-    return CheckpointIndex.open(find_or_create_split(folder))
+    return CheckpointIndex.open(target)
 
 
 def split_folder(

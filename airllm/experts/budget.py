@@ -69,8 +69,9 @@ def plan_slots(
             f"got {budget_bytes} B: raise expert_cache_gb to at least {smallest_budget_gib(expert_bytes, top_k):g}"
         )
     if slots == total_experts:
-        reason += "; every expert has a slot"
-    scratch = 0 if slots == total_experts else max(SCRATCH_SLOTS, min(scratch, int(slots) // 4))
+        scratch, reason = 0, f"{reason}; every expert has a slot"
+    else:
+        scratch = max(SCRATCH_SLOTS, min(scratch, int(slots) // 4))
     return SlotPlan(int(slots), scratch, expert_bytes, budget_bytes, reason)
 
 
