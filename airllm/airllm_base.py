@@ -23,6 +23,7 @@ from airllm.profiler import LayeredProfiler
 from airllm.quantised import quantisation_of
 from airllm.skeleton import build_skeleton, decoder_layers, load_config, resolve_dtype
 from airllm.slot_backend import SlotBackend
+from airllm.transformers_private import ASKED_OF_AN_ASSISTANT
 from airllm.weight_map import WeightMap, build_weight_map
 
 log = logging.getLogger(__name__)
@@ -357,7 +358,7 @@ class AirLLMBaseModel(SlotBackend):
 
     def __getattr__(self, name: str) -> Any:
         model = self.__dict__.get("model")
-        if model is None or name.startswith("_"):
+        if model is None or (name.startswith("_") and name not in ASKED_OF_AN_ASSISTANT):
             raise AttributeError(f"{type(self).__name__!r} object has no attribute {name!r}")
         return getattr(model, name)
 

@@ -12,6 +12,7 @@ import re
 import threading
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import FIRST_EXCEPTION, Future, ThreadPoolExecutor, wait
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path, PurePosixPath
 from typing import Any
@@ -243,6 +244,7 @@ class TensorReader:
         self.bytes_read = 0
         self.reads = 0
         self._files: dict[Path, _OpenFile] = {}
+        self._scratch: list[torch.Tensor] = []
         self._pool: ThreadPoolExecutor | None = None
         self._inside = threading.local()
         self._state = threading.Condition()
@@ -288,6 +290,22 @@ class TensorReader:
         self.read_into(entry, out)
         return out
 
+    @contextmanager
+    def scratch(self, nbytes: int) -> Iterator[torch.Tensor]:
+        """Memory (uint8 [nbytes]) for bytes that are converted on their way. It is lent again, as many blocks as were ever lent
+        at once: fresh pages cost more than the conversion does."""
+        with self._state:
+            block = self._scratch.pop() if self._scratch else None
+        if block is None or block.numel() < nbytes:
+            with torch.inference_mode(False):  # else it could not be filled outside the caller's inference mode
+                block = torch.empty(nbytes, dtype=torch.uint8, device="cpu")
+        try:
+            yield block[:nbytes]
+        finally:
+            with self._state:
+                if not self._closed:
+                    self._scratch.append(block)
+
     def run(self, jobs: Sequence[Callable[[], None]]) -> None:
         """Run the jobs on the pool and wait for all. The first exception is raised once no job writes any more."""
         if len(jobs) <= 1 or getattr(self._inside, "pool", False):  # a job must not wait for its own pool
@@ -310,6 +328,7 @@ class TensorReader:
         with self._state:
             self._closed = True
             pool, self._pool = self._pool, None
+            self._scratch.clear()
         if pool is not None:
             pool.shutdown(wait=True, cancel_futures=True)
         with self._state:

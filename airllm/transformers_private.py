@@ -383,6 +383,9 @@ def listen(hooks: Mapping[int, Callable[..., Any]]) -> bool:
 
 # --- generation -------------------------------------------------------------------------------------------------------
 
+ASKED_OF_AN_ASSISTANT = frozenset({"_supports_logits_to_keep"})
+"""What ``generate`` of a decoder-only model calls on its ``assistant_model`` beside public names."""
+
 
 def replace_cache_preparation(model: PreTrainedModel, prepare: Callable[..., Any]) -> None:
     """Let ``model.generate`` ask ``prepare(original, generation_config, model_kwargs, mode, batch_size, max_length)`` for its

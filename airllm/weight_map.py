@@ -31,6 +31,7 @@ __all__ = ["Chunk", "LoadGroup", "Piece", "TargetSpec", "WeightMap", "build_weig
 log = logging.getLogger(__name__)
 
 CHUNK_BYTES = 1 << 25  # large tensors are read by several threads in pieces of this size
+CONVERTED_BYTES = 1 << 20  # converted at a time: few enough to stay in a core's cache between the read and the conversion
 _LISTED = 20  # names in an error message
 
 
@@ -45,18 +46,22 @@ class Chunk:
     count: int  # elements
 
     def read(self, reader: TensorReader, flat: torch.Tensor) -> None:
-        """Fill ``flat[start : start + count]``, the target as one contiguous CPU row; casts through one temporary."""
+        """Fill ``flat[start : start + count]``, the target as one contiguous CPU row; casts through the reader's scratch."""
         self.read_run(reader, flat[self.start : self.start + self.count])
 
     def read_run(self, reader: TensorReader, run: torch.Tensor) -> None:
         """Fill ``run`` [count] of any dtype."""
-        byte_offset = self.source_start * self.entry.dtype.itemsize
+        size = self.entry.dtype.itemsize
         if run.dtype == self.entry.dtype:
-            reader.read_into(self.entry, run, byte_offset)
+            reader.read_into(self.entry, run, self.source_start * size)
             return
-        stored = torch.empty(self.count, dtype=self.entry.dtype, device="cpu")
-        reader.read_into(self.entry, stored, byte_offset)
-        run.copy_(stored)
+        step = CONVERTED_BYTES // size
+        with reader.scratch(CONVERTED_BYTES) as scratch:
+            stored = scratch.view(self.entry.dtype)
+            for start in range(0, self.count, step):
+                part = run[start : start + step]
+                reader.read_into(self.entry, stored[: len(part)], (self.source_start + start) * size)
+                part.copy_(stored[: len(part)])
 
 
 class LoadGroup:

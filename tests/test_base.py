@@ -201,6 +201,8 @@ def test_assisted_generation_with_plain_and_streamed_assistants(llama: Pair, che
         ids, mask = padded(llama.oracle, 1)
         ours = llama.ours.generate(ids, attention_mask=mask, max_new_tokens=8, assistant_model=assistant)
         assert torch.equal(ours, alone)
+    theirs = llama.oracle.generate(ids.to(llama.oracle.device), max_new_tokens=8, assistant_model=streamed)
+    assert torch.equal(theirs, alone)
     ours, oracle = llama.generate(batch=1, prompt_lookup_num_tokens=2)
     assert torch.equal(ours, oracle)
     streamed.close()

@@ -312,6 +312,27 @@ def test_parts_of_a_tensor_read_from_many_threads_are_the_right_parts(
     assert torch.equal(out, tensor)
 
 
+def test_scratch_is_lent_to_one_at_a_time_and_again() -> None:
+    with TensorReader() as reader:
+        with reader.scratch(64) as one, reader.scratch(64) as other:
+            lent = {one.data_ptr(), other.data_ptr()}
+            assert len(lent) == 2
+        with reader.scratch(64) as one, reader.scratch(64) as other:
+            assert {one.data_ptr(), other.data_ptr()} == lent
+        with torch.inference_mode(), reader.scratch(32) as again, reader.scratch(1000) as larger:
+            assert again.shape == (32,) and again.data_ptr() in lent and larger.shape == (1000,)
+            assert not larger.is_inference()
+        with pytest.raises(KeyError), reader.scratch(1000) as failed:
+            address = failed.data_ptr()
+            raise KeyError
+        with reader.scratch(1000) as after:
+            assert after.data_ptr() == address
+        with reader.scratch(64):
+            reader.close()
+            assert not reader._scratch
+    assert not reader._scratch, "one that was lent when the reader was closed is not kept either"
+
+
 @pytest.mark.parametrize("portable", [False, True])
 def test_neighbours_in_a_file_are_read_as_one_run_into_scattered_places(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, portable: bool

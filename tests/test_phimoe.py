@@ -173,6 +173,9 @@ def test_an_assistant_plain_or_on_slots_changes_nothing(
     expected = ask(pair.oracle, slot_models.oracle(small, device=pair.device))
     for assistant in (slot_models.oracle(small, device=pair.device), on_slots):
         assert torch.equal(ask(pair.ours, assistant), expected)
+    with load(small, 3, device=pair.device, dtype=dtype) as of_transformers:
+        assert torch.equal(ask(pair.oracle, of_transformers), expected)
+        check(of_transformers)
     check(on_slots)
 
 

@@ -4,6 +4,7 @@ import json
 import logging
 import shutil
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -17,7 +18,8 @@ from transformers.core_model_loading import Chunk, Transpose, WeightConverter, W
 from airllm.checkpoint import CheckpointIndex, TensorReader
 from airllm.errors import WeightMapError
 from airllm.skeleton import build_skeleton, load_config
-from airllm.weight_map import WeightMap, build_weight_map
+from airllm.weight_map import CONVERTED_BYTES, WeightMap, build_weight_map
+from airllm.weight_map import Chunk as Run
 
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 Checkpoint = Callable[..., Path]
@@ -60,6 +62,26 @@ def test_every_tensor_equals_what_transformers_loads(checkpoint: Checkpoint, fam
     assert theirs.keys() - ours.keys() <= tied
     assert [name for name, tensor in ours.items() if not same(tensor, theirs[name])] == []
     assert weight_map.unexpected == () and weight_map.missing == ()
+
+
+@pytest.mark.parametrize("stored", [torch.float32, torch.bfloat16], ids=str)
+def test_a_cast_in_several_steps_is_one_cast(tmp_path: Path, stored: torch.dtype, monkeypatch: pytest.MonkeyPatch) -> None:
+    """From the middle of a tensor, by several threads, in memory that is touched for the first of two sweeps only."""
+    tensor = torch.randn(700_001).to(stored)
+    save_file({"x": tensor}, tmp_path / "model.safetensors")
+    entry = CheckpointIndex.open(tmp_path)["x"]
+    assert 3 * CONVERTED_BYTES > tensor.nbytes > CONVERTED_BYTES
+    starts = range(5, 700_001, 600_000)
+    runs = [Run("y", entry, start, start - 5, min(600_000, 700_001 - start)) for start in starts]
+    with TensorReader(2) as reader:
+        for _ in range(2):
+            out = torch.full((699_996,), float("nan"), dtype=torch.float16)
+            reader.run([partial(run.read, reader, out) for run in runs])
+            assert torch.equal(out, tensor[5:].half())
+            made, _ = torch.empty, monkeypatch.setattr(torch, "empty", None)
+            with reader.scratch(CONVERTED_BYTES) as block:
+                assert block.shape == (CONVERTED_BYTES,) and block.dtype == torch.uint8
+            monkeypatch.setattr(torch, "empty", made)
 
 
 @pytest.mark.parametrize("family", ["phimoe", "gpt2"])

@@ -121,7 +121,7 @@ def _down(
         tl.store(to, total.to(outputs.dtype.element_ty), mask=(rows < end)[:, None] & (columns[None, :] < HIDDEN))
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["tokens", "top_k"])
 def _combine(outputs, row, total, tokens, top_k, HIDDEN: tl.constexpr, COLUMNS: tl.constexpr):
     token = tl.program_id(0)
     at = tl.program_id(1) * COLUMNS + tl.arange(0, COLUMNS)
