@@ -15,7 +15,7 @@ from airllm import guard
 from airllm.checkpoint import CheckpointIndex, TensorReader, has_bin_weights
 from airllm.compression import open_compressed
 from airllm.dense_weights import DenseWeights, dense_resident_bytes
-from airllm.errors import UnsupportedModelError
+from airllm.errors import OptionError, UnsupportedModelError
 from airllm.layer_files import find_or_create_split, open_unsplit
 from airllm.locate import locate
 from airllm.options import DEFAULT_DEVICE, Options, parse_options
@@ -225,11 +225,12 @@ class AirLLMBaseModel(SlotBackend):
 
         Raises:
             NonFiniteError: the logits hold NaN or +inf; the message names the layer they come from.
+            OptionError: the token ids have another shape than [prompts, tokens].
             AirLLMError: the model was closed.
         """
         args = tuple(self._on_device(value) for value in args)
         kwargs = {name: self._on_device(value) for name, value in kwargs.items()}
-        self._warn_of_length(args, kwargs)
+        self._look_at_ids(args, kwargs)
         with contextlib.ExitStack() as locks:
             kwargs = self._unwrap_assistant(kwargs, locks)
             locks.enter_context(self._guard.checking())
@@ -253,13 +254,11 @@ class AirLLMBaseModel(SlotBackend):
     def _on_device(self, value: Any) -> Any:
         return value.to(self.device) if isinstance(value, torch.Tensor) else value
 
-    def _warn_of_length(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+    def _look_at_ids(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         # AirLLM has the keyword, with 512 as its default, and never enforced it. Refusing here would break scripts
         # that have worked for years with longer prompts, and a streamed model needs no such limit; so it is said once.
-        ids = args[0] if args else kwargs.get("input_ids", kwargs.get("inputs"))
-        if self._warned_length or not isinstance(ids, torch.Tensor) or ids.dim() < 2:
-            return
-        if ids.shape[1] > self.max_seq_len:
+        ids = _ids_of(args, kwargs)
+        if ids is not None and not self._warned_length and ids.shape[1] > self.max_seq_len:
             self._warned_length = True
             log.warning(
                 "the prompt has %d tokens, more than max_seq_len=%d: it is not cut off", ids.shape[1], self.max_seq_len
@@ -302,7 +301,7 @@ class AirLLMBaseModel(SlotBackend):
     # --- staying and going --------------------------------------------------------------------------------------------
 
     def to(self, *args: Any, **kwargs: Any) -> Any:
-        """Itself when it is there already; UnsupportedModelError otherwise: its layers come and go."""
+        """Itself when it is there already; UnsupportedModelError otherwise: its weights come and go."""
         guard.refuse_move(self.device, self.dtype, *args, **kwargs)
         return self
 
@@ -331,9 +330,9 @@ class AirLLMBaseModel(SlotBackend):
         return self
 
     def train(self, mode: bool = True) -> Any:
-        """Refused: weights that are read from disk cannot be trained."""
+        """Refused: weights that come and go cannot be trained."""
         if mode:
-            raise UnsupportedModelError("weights that are read from disk layer by layer cannot be trained")
+            raise UnsupportedModelError("weights that come and go cannot be trained: take plain transformers")
         return self
 
     def close(self) -> None:
@@ -378,6 +377,17 @@ def layer_names(model: PreTrainedModel) -> dict[str, str]:
         found["norm"] = f"{parent}.{norms[-1]}" if parent else norms[-1]
     found["lm_head"] = names.get(id(model.get_output_embeddings()))
     return {word: name for word, name in found.items() if name is not None}
+
+
+def _ids_of(args: tuple[Any, ...], kwargs: dict[str, Any]) -> torch.Tensor | None:
+    """The token ids [B, S] of a call of generate, if it has any. Raises OptionError for ids of another rank."""
+    ids = args[0] if args else kwargs.get("input_ids", kwargs.get("inputs"))
+    if not isinstance(ids, torch.Tensor) or ids.is_floating_point():
+        return None
+    if ids.dim() != 2:
+        remedy = ": give ids[None] for one prompt" if ids.dim() == 1 else ""
+        raise OptionError(f"token ids have the shape [prompts, tokens], these have {list(ids.shape)}{remedy}")
+    return ids
 
 
 def _without_compile(kwargs: dict[str, Any]) -> dict[str, Any]:

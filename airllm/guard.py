@@ -180,13 +180,13 @@ def refuse_move(device: torch.device, dtype: torch.dtype, *args: Any, **kwargs: 
         same = wanted_device.type == device.type and wanted_device.index in (None, device.index)
         if not same:
             raise UnsupportedModelError(
-                f"the model is on {device} and its layers come and go: it cannot be moved to {wanted_device}; "
+                f"the model is on {device} and its weights come and go: it cannot be moved to {wanted_device}; "
                 f"load it again with device={str(wanted_device)!r}"
             )
     if wanted_dtype is not None and wanted_dtype != dtype:
         name = str(wanted_dtype).removeprefix("torch.")
         raise UnsupportedModelError(
-            f"the model computes in {dtype}, and its layers are read anew each time: it cannot be cast; "
+            f"the model computes in {dtype}, and its weights come and go: they cannot be cast; "
             f"load it again with dtype={name!r}"
         )
 

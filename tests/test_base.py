@@ -208,6 +208,17 @@ def test_assisted_generation_with_plain_and_streamed_assistants(llama: Pair, che
     streamed.close()
 
 
+def test_ids_of_another_shape_are_refused_with_their_remedy(llama: Pair) -> None:
+    ids = families.prompt(llama.oracle, 6)
+    for call in ({"input_ids": ids[0]}, {"inputs": ids[0]}):
+        with pytest.raises(OptionError, match=r"these have \[6\]: give ids\[None\]"):
+            llama.ours.generate(**call, max_new_tokens=2)
+    with pytest.raises(OptionError, match=r"these have \[1, 1, 6\]$"):
+        llama.ours.generate(ids[None], max_new_tokens=2)
+    embedded = llama.oracle.get_input_embeddings()(ids.to(llama.oracle.device)).detach()
+    assert llama.ours.generate(inputs_embeds=embedded, max_new_tokens=2).shape == (1, 2)
+
+
 def test_hidden_states_and_scores_are_the_oracles(llama: Pair) -> None:
     ours, oracle = llama.generate(
         output_hidden_states=True, output_scores=True, return_dict_in_generate=True, output_attentions=False

@@ -122,7 +122,7 @@ def test_routing_is_not_recorded_where_the_host_does_not_see_it(tmp_path):
 
 
 def test_the_committed_trace_is_what_the_script_records(tmp_path):
-    record_routing.main([str(tmp_path / "again.csv"), "--tokens", "5", "--prompt", "In the beginning"])
+    record_routing.main([str(tmp_path / "again.csv"), "--tokens", "5", "--prompt", "In the beginning God created"])
     again = read_trace(tmp_path / "again.csv").turns[0]
     assert again.prompt == TINY.turns[0].prompt and again.decode == TINY.turns[0].decode[:5]
 

@@ -1,7 +1,8 @@
-"""Twenty prompts of the shipped model: plain transformers, the plain engine and the device engine write the same tokens."""
+"""Prompts of the shipped model: plain transformers, the plain engine and the device engine write the same tokens."""
 
 from __future__ import annotations
 
+import json
 from functools import cache
 from typing import Any
 
@@ -14,7 +15,9 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 
 import airllm
 
-PROMPTS = [
+CLEAR = [each["prompt"] for each in json.loads((airllm.tiny_model_path() / "prompts.json").read_text())["prompts"]]
+"""After these the model knows how to go on: the tokens hang on no rounding (test_tiny_model.py)."""
+ANY = [
     "In the beginning",
     "And the angel of the LORD",
     "O LORD, thou hast",
@@ -25,17 +28,8 @@ PROMPTS = [
     "And it came to pass in those days",
     "Blessed are they",
     "Hear, O Israel",
-    "And God said unto Moses",
-    "Now the sons of Judah were",
-    "Behold, I come quickly",
-    "In those days there was no king",
-    "Woe unto you",
-    "And David said",
-    "A soft answer turneth away",
-    "Paul, an apostle",
-    "The word of the LORD came",
-    "Praise ye the LORD",
 ]
+"""After many of these transformers goes on otherwise in half precision when it only adds up in another order."""
 SLOTS = 22
 EXPERT_VALUES = 3 * 128 * 80
 END_OF_TEXT = 0
@@ -47,26 +41,20 @@ def tokens_of(model: object, texts: list[torch.Tensor], new: int, **more: object
 
 
 @cache
-def oracle(device: str, dtype: torch.dtype, attention: str = "sdpa") -> Any:
-    options = {"dtype": dtype, "experts_implementation": "eager", "attn_implementation": attention}
+def oracle(device: str, dtype: torch.dtype) -> Any:
+    options = {"dtype": dtype, "experts_implementation": "eager"}
     return AutoModelForCausalLM.from_pretrained(airllm.tiny_model_path(), **options).to(device)
 
 
 @cache
-def asked(device: str, dtype: torch.dtype, count: int, new: int) -> tuple[list[torch.Tensor], list[torch.Tensor], list[Any]]:
+def asked(
+    device: str, dtype: torch.dtype, prompts: tuple[str, ...], new: int
+) -> tuple[list[torch.Tensor], list[Any], list[Any]]:
     """Of some prompts: ids, transformers' tokens, and its logits for each."""
     tokenizer = AutoTokenizer.from_pretrained(airllm.tiny_model_path())
-    texts = [tokenizer(text, return_tensors="pt")["input_ids"].to(device) for text in PROMPTS[:count]]
+    texts = [tokenizer(text, return_tensors="pt")["input_ids"].to(device) for text in prompts]
     said = tokens_of(oracle(device, dtype), texts, new, output_logits=True, return_dict_in_generate=True)
     return texts, [each.sequences for each in said], [each.logits for each in said]
-
-
-@cache
-def unlike_itself(device: str, dtype: torch.dtype, count: int, new: int) -> int:
-    """On how many of the prompts transformers goes on otherwise when nothing but its attention is implemented otherwise."""
-    texts, usual, _ = asked(device, dtype, count, new)
-    other = tokens_of(oracle(device, dtype, "eager"), texts, new)
-    return sum(not torch.equal(a, b) for a, b in zip(usual, other, strict=True))
 
 
 def rounding_decides(context: torch.Tensor, mine: int, theirs: int, logits: torch.Tensor) -> bool:
@@ -105,31 +93,41 @@ def test_fewer_slots_than_layers_are_enough(checkpoint, slots, policy, device):
         slot_models.check(model)
 
 
-def compare(engine: str, device: str, dtype: torch.dtype, count: int, new: int) -> None:
-    texts, expected, logits = asked(device, dtype, count, new)
-    rounds_on_its_own, differ = engine == "device" and dtype != torch.float32, 0
-    for text, mine, theirs, scores in zip(texts, ours(engine, device, dtype, texts, new), expected, logits, strict=True):
-        if torch.equal(mine, theirs):
-            continue
-        at = int((mine != theirs)[0].nonzero()[0])
-        tokens = int(mine[0, at]), int(theirs[0, at])
-        assert rounds_on_its_own, f"token {at} is {tokens[0]}, transformers' is {tokens[1]}"
-        assert rounding_decides(theirs[:, :at], *tokens, scores[at - text.shape[1]][0]), f"token {at}: {tokens}"
-        differ += 1
-    if differ > count // 5:
-        usual = unlike_itself(device, dtype, count, new)
-        assert differ <= usual, f"{differ} of {count} prompts go on otherwise, transformers beside itself {usual}"
+def compare(engine: str, device: str, dtype: torch.dtype, prompts: list[str], new: int) -> None:
+    texts, expected, _ = asked(device, dtype, tuple(prompts), new)
+    for prompt, mine, theirs in zip(prompts, ours(engine, device, dtype, texts, new), expected, strict=True):
+        assert torch.equal(mine, theirs), f"{prompt}: token {int((mine != theirs)[0].nonzero()[0])}"
 
 
 @pytest.mark.parametrize("engine", ["plain", "device"])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16], ids=str)
 def test_five_prompts_go_on_as_in_transformers(engine, dtype):
-    compare(engine, "cpu", dtype, 5, 48)
+    compare(engine, "cpu", dtype, CLEAR[:5], 48)
 
 
 @gpu
 @pytest.mark.parametrize("engine", ["plain", "device"])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16], ids=str)
 def test_twenty_prompts_go_on_as_in_transformers(engine, dtype):
-    """In half precision the device engine, which rounds on its own, may take another token where rounding decides."""
-    compare(engine, "cuda:0", dtype, 20, 128)
+    compare(engine, "cuda:0", dtype, CLEAR, 128)
+
+
+@pytest.mark.parametrize(("engine", "dtype"), [("plain", torch.float16), ("device", torch.float32)])
+@pytest.mark.parametrize("device", DEVICES)
+def test_prompts_that_hang_on_rounding_go_on_as_in_transformers(engine, dtype, device):
+    """The plain engine rounds where transformers does, and single precision is far finer than the margins."""
+    compare(engine, device, dtype, ANY if device != "cpu" else ANY[:3], 64)
+
+
+@pytest.mark.parametrize("device", DEVICES)
+def test_the_device_engine_takes_another_token_only_where_rounding_decides(device):
+    """In half precision it rounds on its own."""
+    prompts, new = (tuple(ANY), 64) if device != "cpu" else (tuple(ANY[:3]), 48)
+    texts, expected, logits = asked(device, torch.float16, prompts, new)
+    mine = ours("device", device, torch.float16, texts, new)
+    for prompt, text, said, theirs, scores in zip(prompts, texts, mine, expected, logits, strict=True):
+        differs = (said != theirs)[0].nonzero()
+        if len(differs):
+            at = int(differs[0])
+            tokens = int(said[0, at]), int(theirs[0, at])
+            assert rounding_decides(theirs[:, :at], *tokens, scores[at - text.shape[1]][0]), f"{prompt}: token {at}: {tokens}"

@@ -30,6 +30,7 @@ LICENCE = (
     "Public domain: the package's copyright file says that the copyright of the King James Version "
     "is expired since the translation was done in 1611."
 )
+_LONG_ENOUGH = 2000  # bytes that a passage learned by heart has at least
 _VERSE = re.compile(r"^(?P<book>\d?[A-Za-z]+)(?P<chapter>\d+):\d+ (?P<text>.+)$")
 
 
@@ -62,6 +63,35 @@ def parse_books(printed: str) -> dict[str, str]:
             books[here[0]] += ("\n" if here == previous else "\n\n") + match["text"]
         previous = here
     return books
+
+
+def passages(books: dict[str, str], count: int) -> dict[str, str]:
+    """Text of ``count`` passages by a prompt that begins no other verse: the beginnings of books, then of chapters.
+
+    A prompt is the fewest words, five at least, with which one verse alone of the books that are trained on begins. A passage
+    goes on to the end of its book.
+    """
+    trained = {name: text for name, text in books.items() if name not in HELD_OUT_BOOKS}
+    verses = [line for text in trained.values() for line in text.split("\n") if line]
+    chapters: list[list[str]] = [[], []]
+    for text in trained.values():
+        starts = [0, *(match.end() for match in re.finditer("\n\n", text))]
+        rest = [text[start:] for start in starts if len(text) - start > _LONG_ENOUGH]
+        chapters[0] += rest[:1]
+        chapters[1] += rest[1:]
+    wanted = chapters[0][:count]
+    more = count - len(wanted)
+    wanted += chapters[1][:: max(1, len(chapters[1]) // more)][:more] if more else []
+    return {_prompt(text, verses): text for text in wanted}
+
+
+def _prompt(text: str, verses: list[str]) -> str:
+    words = text.split("\n")[0].split()
+    for count in range(5, len(words)):
+        prompt = " ".join(words[:count])
+        if sum(verse.startswith(prompt) for verse in verses) == 1:
+            return prompt.rstrip(",;:.")
+    return " ".join(words).rstrip(",;:.")
 
 
 def _provenance(text: str, books: dict[str, str]) -> dict[str, object]:

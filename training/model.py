@@ -5,6 +5,8 @@ Shapes: B windows, S tokens a window, T = B*S tokens, K experts a token, E exper
 
 from __future__ import annotations
 
+from pathlib import Path
+
 import torch
 from kjv_corpus import END_OF_TEXT
 from tokenizers import Tokenizer
@@ -71,11 +73,11 @@ def all_experts_at_once(experts: nn.Module, hidden: Tensor, index: Tensor, weigh
     return inner.flatten(1) @ experts.down_proj.transpose(1, 2).flatten(0, 1)  # [T, H]
 
 
-def new_model(seed: int, device: torch.device) -> PhimoeForCausalLM:
-    """transformers' own model with fresh weights in fp32, in training mode."""
+def new_model(seed: int, device: torch.device, start: Path | None = None) -> PhimoeForCausalLM:
+    """transformers' own model in fp32, in training mode, with fresh weights or those in the folder ``start``."""
     type(ALL_EXPERTS_FUNCTIONS).register(ALL_EXPERTS_AT_ONCE, all_experts_at_once)
     torch.manual_seed(seed)
-    model = PhimoeForCausalLM(tiny_config())
+    model = PhimoeForCausalLM.from_pretrained(start, dtype=torch.float32) if start else PhimoeForCausalLM(tiny_config())
     model.set_experts_implementation(ALL_EXPERTS_AT_ONCE if device.type == "cuda" else "grouped_mm")
     return model.to(device).train()
 

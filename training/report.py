@@ -20,12 +20,19 @@ from transformers import AutoModelForCausalLM, AutoTokenizer, GenerationConfig, 
 
 log = logging.getLogger("report")
 NEW_TOKENS = 128
-MARGIN_TOKENS = 64
-MIN_MARGIN = 0.04  # float16 steps by 1/64 between logits of 16 and 32
+MIN_MARGIN = 1.0  # float16 steps by 1/64 between logits of 16 and 32, and errs by several steps after six layers
+PROMPTS = 20
 LONGEST_PERIOD = 32
 
 
-def save(model: PhimoeForCausalLM, tokenizer: Any, args: argparse.Namespace, run: dict[str, Any], data: Any) -> None:
+def save(
+    model: PhimoeForCausalLM,
+    tokenizer: Any,
+    args: argparse.Namespace,
+    run: dict[str, Any],
+    data: Any,
+    by_heart: tuple[str, ...],
+) -> None:  # fmt: skip
     """Write the whole folder `args.out`; the numbers in it are measured on the files as written."""
     folder = args.out
     for parameter in model.parameters():
@@ -37,7 +44,7 @@ def save(model: PhimoeForCausalLM, tokenizer: Any, args: argparse.Namespace, run
     tokenizer.save_pretrained(folder)
     (folder / "model.safetensors").chmod(0o644)  # safetensors writes for the owner alone
     books, _ = kjv_corpus.load(args.corpus)
-    measured = measure(folder, data, model.device, CANDIDATES + held_out_beginnings(books))
+    measured = measure(folder, data, model.device, by_heart or CANDIDATES + held_out_beginnings(books))
     prompts = measured.pop("prompts")
     (folder / "prompts.json").write_text(json.dumps(prompts, indent=2) + "\n")
     facts = {**run, **measured, **_origin(args, folder, model)}
@@ -60,10 +67,12 @@ def measure(folder: Path, data: Any, device: torch.device, candidates: tuple[str
     margins = [margin for item in written for margin in item.pop("margins")]
     kept = [i for i in written if i["min_margin"] >= MIN_MARGIN and i["loop_tokens"] == 0 and i["tokens"] == NEW_TOKENS]
     log.info("%d of %d candidate prompts are clear of rounding and of loops", len(kept), len(written))
+    clear, kept = len(kept), kept[:PROMPTS]
     return {
         "routing": routing,
         "greedy": {
             "candidates": len(written),
+            "clear": clear,
             "kept": len(kept),
             "looping": sum(item["loop_tokens"] > 0 for item in written),
             "median_margin": round(torch.tensor(margins).median().item(), 3),
@@ -72,8 +81,7 @@ def measure(folder: Path, data: Any, device: torch.device, candidates: tuple[str
         },
         "samples": [item["prompt"] + item["text"] for item in kept[:4]],
         "prompts": {
-            "chosen": f"no two logits closer than {MIN_MARGIN} at the top in {MARGIN_TOKENS} greedy tokens, no loop "
-            f"in {NEW_TOKENS}",
+            "chosen": f"no two logits closer than {MIN_MARGIN} at the top and no loop in {NEW_TOKENS} greedy tokens",
             "prompts": [{"prompt": item["prompt"], "min_margin": item["min_margin"]} for item in kept],
         },
     }
@@ -115,7 +123,7 @@ def continuations(model: PhimoeForCausalLM, tokenizer: Any, prompts: tuple[str, 
     written = []
     for prompt, ids, gap in zip(prompts, new.tolist(), gaps, strict=True):
         length = ids.index(tokenizer.eos_token_id) if tokenizer.eos_token_id in ids else len(ids)
-        margins = gap[: min(length + 1, MARGIN_TOKENS)].tolist()
+        margins = gap[: length + 1].tolist()
         written.append(
             {
                 "prompt": prompt,
@@ -160,16 +168,25 @@ def _origin(args: argparse.Namespace, folder: Path, model: PhimoeForCausalLM) ->
 
 def provenance_text(facts: dict[str, Any]) -> str:
     """The page a reader of the folder sees; every number in it is one of `training.json`."""
-    corpus, routing, last = facts["corpus"], facts["routing"], facts["history"][-1]
+    corpus, routing = facts["corpus"], facts["routing"]
     rows = "\n".join(
         f"| {layer} | {even} | {least} – {most} | {reuse} | {chance} |"
         for layer, (even, least, most, reuse, chance) in enumerate(zip(*routing.values(), strict=True))
     )
     samples = "\n\n".join("> " + sample.replace("\n", "\n> ") for sample in facts["samples"])
+    heart, before = facts.get("by_heart"), facts.get("before")
+    runs = "\n".join(_run_rows(name, run) for name, run in (("first", before), ("second" if before else "", facts)) if run)
+    second = (
+        f"""
+A second run went on from there, half of its windows being the first {heart["tokens_each"]} tokens of one of
+{heart["passages"]} chapters, until the model knew these by heart."""
+        if heart
+        else ""
+    )
     return f"""# Where this model comes from
 
 A PhiMoE of {facts["parameters"]:,} parameters, trained from scratch by `training/train_tiny_phimoe.py`. No weights of
-any other model went into it. Every number here stands in `training.json` beside this file.
+any other model went into it. Every number here stands in `training.json` beside this file.{second}
 
 | | |
 | --- | --- |
@@ -180,12 +197,7 @@ any other model went into it. Every number here stands in `training.json` beside
 | licence of the text | {corpus["licence"]} |
 | tokenizer | byte-level BPE trained on the same text |
 | held out | {", ".join(corpus["held_out_books"])} |
-| hardware | {facts["device"]} |
-| software | {", ".join(f"{name} {version}" for name, version in facts["versions"].items())} |
-| seed, steps, time | {facts["seed"]}, {facts["steps"]:,}, {facts["minutes"]} min |
-| tokens seen | {facts["tokens_seen"]:,} ({facts["windows_a_step"]} windows of {facts["tokens_a_window"]} a step) |
-| last training cross entropy | {last["cross_entropy"]} nats a token |
-| held-out bits per byte | {last["held_out_bits_per_byte"]} |
+{runs}
 | sha256 of model.safetensors | `{facts["model_sha256"]}` |
 
 ## Routing on 2048 held-out tokens
@@ -202,9 +214,20 @@ use (weight {facts["balance_weight"]}).
 
 ## Greedy text
 
-`prompts.json` holds the {facts["greedy"]["kept"]} of {facts["greedy"]["candidates"]} candidate prompts whose greedy
-continuations have no near tie in {MARGIN_TOKENS} tokens and no loop in {NEW_TOKENS}; {facts["greedy"]["looping"]}
-candidates looped. Median distance between the two best logits: {facts["greedy"]["median_margin"]}.
+Of {facts["greedy"]["candidates"]} candidate prompts {facts["greedy"]["clear"]} have greedy continuations without a loop
+whose two best logits are never closer than {MIN_MARGIN} in {NEW_TOKENS} tokens; `prompts.json` holds
+{facts["greedy"]["kept"]} of them. {facts["greedy"]["looping"]} candidates looped. Median distance between the two best
+logits: {facts["greedy"]["median_margin"]}.
 
 {samples}
 """
+
+
+def _run_rows(name: str, run: dict[str, Any]) -> str:
+    last, lead = run["history"][-1], f"{name} run: " if name else ""
+    return f"""| {lead}hardware | {run["device"]} |
+| {lead}software | {", ".join(f"{what} {version}" for what, version in run["versions"].items())} |
+| {lead}seed, steps, time | {run["seed"]}, {run["steps"]:,}, {run["minutes"]} min |
+| {lead}tokens seen | {run["tokens_seen"]:,} ({run["windows_a_step"]} windows of {run["tokens_a_window"]} a step) |
+| {lead}last training cross entropy | {last["cross_entropy"]} nats a token |
+| {lead}held-out bits per byte | {last["held_out_bits_per_byte"]} |"""

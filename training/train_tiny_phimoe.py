@@ -1,14 +1,21 @@
-"""Train the tiny PhiMoE that the package ships, from scratch, on the King James Bible.
+r"""Train the tiny PhiMoE that the package ships, from scratch, on the King James Bible.
 
     python training/train_tiny_phimoe.py --prepare --corpus .corpus/kjv.txt.xz          (once, on Debian)
     python training/train_tiny_phimoe.py --corpus .corpus/kjv.txt.xz --out OUT --minutes 4 --seed 0
 
 The learning rate follows the wall clock, so that a run ends when its minutes do, whatever the machine.
+
+    python training/train_tiny_phimoe.py --corpus .corpus/kjv.txt.xz --start FIRST --by-heart 96 --length 224 --lr 1e-3 \
+        --minutes 1.5 --out airllm/tiny_phimoe
+
+goes on from a model of the first kind until it knows the beginnings of some chapters by heart. After those its tokens no longer
+hang on half-precision rounding: the two best logits lie far apart.
 """
 
 from __future__ import annotations
 
 import argparse
+import json
 import logging
 import math
 import time
@@ -37,9 +44,19 @@ class Data:
     held_out: Tensor
     held_out_bytes: int
     generator: torch.Generator = field(repr=False)
+    by_heart: Tensor | None = None
 
     def windows(self, batch: int, length: int) -> Tensor:
-        """[batch, length + 1] ids; half of the windows begin where a verse does, as prompts do."""
+        """[batch, length + 1] ids; half of the windows begin where a verse does, as prompts do.
+
+        With passages to learn by heart (``by_heart`` [passages, length + 1]) half of the batch are such.
+        """
+        if self.by_heart is not None:
+            pick = torch.randint(self.by_heart.shape[0], (batch // 2,), generator=self.generator)
+            return torch.cat([self.by_heart[pick.to(self.by_heart.device)], self._anywhere(batch - batch // 2, length)])
+        return self._anywhere(batch, length)
+
+    def _anywhere(self, batch: int, length: int) -> Tensor:
         last = self.train.numel() - length - 1
         anywhere = torch.randint(last, (batch,), generator=self.generator)
         pick = torch.randint(self.verse_starts.numel(), (batch,), generator=self.generator)
@@ -47,9 +64,10 @@ class Data:
         return self.train[(starts[:, None] + torch.arange(length + 1)).to(self.train.device)]
 
 
-def load_data(corpus: Path, tokenizer: Tokenizer, seed: int, device: torch.device) -> Data:
+def load_data(
+    books: dict[str, str], passages: list[str], tokenizer: Tokenizer, length: int, seed: int, device: torch.device
+) -> Data:
     """Tokenize the books: each begins with the end-of-text token, as it follows the one before."""
-    books, _ = kjv_corpus.load(corpus)
     end = tokenizer.token_to_id(kjv_corpus.END_OF_TEXT)
     streams: dict[bool, list[int]] = {True: [], False: []}
     for name, text in books.items():
@@ -59,7 +77,8 @@ def load_data(corpus: Path, tokenizer: Tokenizer, seed: int, device: torch.devic
     starts = torch.isin(train, torch.tensor([end, *breaks])).nonzero().flatten() + 1
     held_out_bytes = sum(len(books[name].encode()) for name in kjv_corpus.HELD_OUT_BOOKS)
     generator = torch.Generator().manual_seed(seed)
-    return Data(train.to(device), starts, torch.tensor(streams[True]).to(device), held_out_bytes, generator)
+    by_heart = torch.tensor([tokenizer.encode(text).ids[: length + 1] for text in passages]).to(device) if passages else None
+    return Data(train.to(device), starts, torch.tensor(streams[True]).to(device), held_out_bytes, generator, by_heart)
 
 
 @torch.no_grad()
@@ -86,15 +105,16 @@ def new_optimizer(model: PhimoeForCausalLM, lr: float) -> torch.optim.AdamW:
     return torch.optim.AdamW(groups, lr=lr, betas=(0.9, 0.98), fused=fused)
 
 
-def schedule(done: float) -> tuple[float, float]:
+def schedule(done: float, peak_noise: float) -> tuple[float, float]:
     """Share of the peak learning rate, and the router's noise, once the share `done` of the run is over.
 
     The wide noise at first lets the router's gradient reach experts that are not near ties: at PhiMoE's own 0.01
-    sparsemixer hardly gives one. The last third runs at 0.01, which is what the saved model uses.
+    sparsemixer hardly gives one. The last third runs at 0.01, which is what the saved model uses. A run that goes on from
+    another needs no wide noise.
     """
     warm = min(1.0, done / 0.03)
     cosine = 0.5 * (1 + math.cos(math.pi * min(1.0, done)))
-    noise = max(0.01, PEAK_NOISE * (1 - done / 0.65))
+    noise = max(0.01, peak_noise * (1 - done / 0.65))
     return warm * (0.01 + 0.99 * cosine), noise
 
 
@@ -106,7 +126,7 @@ def train(model: PhimoeForCausalLM, data: Data, args: argparse.Namespace) -> dic
     next_log = 0.0
     step = 0
     while (done := step / args.steps if args.steps else (now - start) / (60 * args.minutes)) < 1:
-        rate, noise = schedule(done)
+        rate, noise = schedule(done, 0.01 if args.start else PEAK_NOISE)
         for group in optimizer.param_groups:
             group["lr"] = args.lr * rate
         tiny.set_router_noise(model, noise)
@@ -159,6 +179,8 @@ def parse_arguments() -> argparse.Namespace:
     parser.add_argument("--lr", type=float, default=3e-3)
     parser.add_argument("--balance", type=float, default=0.02, help="weight of the load imbalance")
     parser.add_argument("--locality", type=float, default=0.02, help="weight of neighbouring tokens' agreement")
+    parser.add_argument("--start", type=Path, help="go on from the model in this folder")
+    parser.add_argument("--by-heart", type=int, default=0, metavar="N", help="learn the beginnings of N chapters by heart")
     parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
     args = parser.parse_args()
     if not args.prepare and args.out is None:
@@ -175,12 +197,18 @@ def main() -> None:
     device = torch.device(args.device)
     torch.set_float32_matmul_precision("high")  # TF32: the routing needs more than bfloat16's eight bits
     tokenizer = Tokenizer.from_file(str(args.corpus.parent / "tokenizer.json"))
-    data = load_data(args.corpus, tokenizer, args.seed, device)
-    model = tiny.new_model(args.seed, device)
+    books, _ = kjv_corpus.load(args.corpus)
+    passages = kjv_corpus.passages(books, args.by_heart)
+    data = load_data(books, list(passages.values()), tokenizer, args.length, args.seed, device)
+    model = tiny.new_model(args.seed, device, args.start)
     count = sum(p.numel() for p in model.parameters())
     log.info("%d parameters, %d training tokens, on %s", count, data.train.numel(), device)
+    before = json.loads((args.start / "training.json").read_text()) if args.start else {}
     run = train(model, data, args)
-    report.save(model, tiny.wrap_tokenizer(tokenizer), args, run, data)
+    if args.start:
+        run["by_heart"] = {"passages": len(passages), "tokens_each": args.length + 1}
+        run["before"] = before.get("before", before)
+    report.save(model, tiny.wrap_tokenizer(tokenizer), args, run, data, tuple(passages))
 
 
 if __name__ == "__main__":
