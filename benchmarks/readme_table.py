@@ -198,14 +198,15 @@ def table(
         "",
         turns(result),
         "",
-        "The device engine alone (another run on the same machine; its floor takes the misses of one global LRU). In greedy "
-        "decoding the next step is launched ahead; \"nothing ahead\" is what sampling or a logits processor leaves:",
+        "The device engine alone (another run, on a machine of that kind; its floor takes the misses of one global LRU). "
+        "In greedy decoding the next step is launched ahead; \"nothing ahead\" is what sampling or a logits processor leaves:",
         "",
         *engine_rows(engine),
         "",
-        "Prompts: another one each time, of a length that the process has had before, into an empty cache. For a new length "
-        "cuDNN makes a plan of its attention on Hopper (36 ms, `benchmarks/LOG.md`) and CUDA may load kernels; the device "
-        "engine's prompts of up to 4096 tokens do without that plan.",
+        "Prompts: another one each time into an empty cache, of a length that the process has had before or, where it says "
+        "so, a new one. For a new length cuDNN makes a plan of its attention on Hopper (36 ms, `benchmarks/LOG.md`) and CUDA "
+        "loads kernels that it meets for the first time; the device engine's prompts of up to 4096 tokens do without that "
+        "plan.",
         "",
         *(gained(gain) for gain in gains),
         "",

@@ -18,18 +18,17 @@ import airllm
 CLEAR = [each["prompt"] for each in json.loads((airllm.tiny_model_path() / "prompts.json").read_text())["prompts"]]
 """After these the model knows how to go on: the tokens hang on no rounding (test_tiny_model.py)."""
 ANY = [
-    "In the beginning",
-    "And the angel of the LORD",
-    "O LORD, thou hast",
     "And Solomon built",
     "Then came the disciples",
-    "And I saw",
     "The LORD is my shepherd",
     "And it came to pass in those days",
     "Blessed are they",
+    "And the angel of the LORD",
+    "O LORD, thou hast",
+    "And I saw",
     "Hear, O Israel",
 ]
-"""After many of these transformers goes on otherwise in half precision when it only adds up in another order."""
+"""After the first four transformers goes on otherwise in half precision when nothing but its attention is another."""
 SLOTS = 22
 EXPERT_VALUES = 3 * 128 * 80
 END_OF_TEXT = 0
@@ -65,10 +64,12 @@ def rounding_decides(context: torch.Tensor, mine: int, theirs: int) -> bool:
         return hidden * (1 + HALF_STEP * (2 * torch.rand(hidden.shape, generator=generator, device=hidden.device) - 1))
 
     hooks = [layer.register_forward_hook(disturb) for layer in exact.model.layers]
-    with torch.no_grad():
-        logits = exact(context.expand(DRAWS, -1)).logits[:, -1]
-    for hook in hooks:
-        hook.remove()
+    try:
+        with torch.no_grad():
+            logits = exact(context.expand(DRAWS, -1)).logits[:, -1]
+    finally:
+        for hook in hooks:
+            hook.remove()
     return bool((logits[:, theirs] - logits[:, mine]).min() <= LOGIT_STEP)
 
 
@@ -129,7 +130,7 @@ def test_prompts_that_hang_on_rounding_go_on_as_in_transformers(engine, dtype, d
 @pytest.mark.parametrize("device", DEVICES)
 def test_the_device_engine_takes_another_token_only_where_rounding_decides(device):
     """In half precision it rounds on its own."""
-    prompts, new = (tuple(ANY), 64) if device != "cpu" else (tuple(ANY[:3]), 48)
+    prompts, new = tuple(ANY) if device != "cpu" else tuple(ANY[:2]), 64
     texts, expected = asked(device, torch.float16, prompts, new)
     for prompt, mine, theirs in zip(prompts, ours("device", device, torch.float16, texts, new), expected, strict=True):
         differs = (mine != theirs)[0].nonzero()
@@ -137,3 +138,17 @@ def test_the_device_engine_takes_another_token_only_where_rounding_decides(devic
             at = int(differs[0])
             tokens = int(mine[0, at]), int(theirs[0, at])
             assert rounding_decides(theirs[:, :at], *tokens), f"{prompt}: token {at}: {tokens}"
+
+
+def test_rounding_decides_at_a_near_tie_alone():
+    tokenizer = AutoTokenizer.from_pretrained(airllm.tiny_model_path())
+    (text,), (said,) = asked("cpu", torch.float32, (ANY[0],), 24)
+    with torch.no_grad():
+        logits = oracle("cpu", torch.float32)(said).logits[0]
+    gaps = {}
+    for at in range(text.shape[1], said.shape[1]):
+        best, second = logits[at - 1].topk(2).indices.tolist()
+        gaps[float(logits[at - 1, best] - logits[at - 1, second])] = (said[:, :at], second, best)
+    assert min(gaps) < 0.1 < 2 < max(gaps), tokenizer.decode(said[0])
+    assert rounding_decides(*gaps[min(gaps)]) and not rounding_decides(*gaps[max(gaps)])
+    assert not any(rounding_decides(*case) for gap, case in gaps.items() if gap > 0.5)

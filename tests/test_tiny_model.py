@@ -191,10 +191,12 @@ def test_greedy_tokens_of_the_shipped_prompts_survive_what_rounding_does_to_a_la
 
     hooks = [layer.register_forward_hook(disturb) for layer in model.model.layers]
     inputs = tokenizer(prompts, return_tensors="pt", padding=True)
-    with torch.no_grad():
-        said = model.generate(**inputs, max_new_tokens=NEW_TOKENS, do_sample=False)
-    for hook in hooks:
-        hook.remove()
+    try:
+        with torch.no_grad():
+            said = model.generate(**inputs, max_new_tokens=NEW_TOKENS, do_sample=False)
+    finally:
+        for hook in hooks:
+            hook.remove()
     assert said[:, inputs["input_ids"].shape[1] :].tolist() == greedy[0]
 
 

@@ -66,7 +66,7 @@ def parse_books(printed: str) -> dict[str, str]:
 
 
 def passages(books: dict[str, str], count: int) -> dict[str, str]:
-    """Text of ``count`` passages by a prompt that begins no other verse: the beginnings of books, then of chapters.
+    """Text of ``count`` passages by their prompts: the beginnings of books, then of chapters.
 
     A prompt is the fewest words, five at least, with which one verse alone of the books that are trained on begins. A passage
     goes on to the end of its book.

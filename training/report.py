@@ -14,25 +14,17 @@ from typing import Any
 import kjv_corpus
 import torch
 import transformers
-from candidate_prompts import CANDIDATES, held_out_beginnings
 from torch import Tensor
 from transformers import AutoModelForCausalLM, AutoTokenizer, GenerationConfig, PhimoeForCausalLM
 
 log = logging.getLogger("report")
 NEW_TOKENS = 128
 MIN_MARGIN = 1.0  # float16 steps by 1/64 between logits of 16 and 32, and errs by several steps after six layers
-PROMPTS = 20
+CANDIDATES, PROMPTS = 48, 20
 LONGEST_PERIOD = 32
 
 
-def save(
-    model: PhimoeForCausalLM,
-    tokenizer: Any,
-    args: argparse.Namespace,
-    run: dict[str, Any],
-    data: Any,
-    by_heart: tuple[str, ...],
-) -> None:  # fmt: skip
+def save(model: PhimoeForCausalLM, tokenizer: Any, args: argparse.Namespace, run: dict[str, Any], data: Any) -> None:
     """Write the whole folder `args.out`; the numbers in it are measured on the files as written."""
     folder = args.out
     for parameter in model.parameters():
@@ -44,7 +36,7 @@ def save(
     tokenizer.save_pretrained(folder)
     (folder / "model.safetensors").chmod(0o644)  # safetensors writes for the owner alone
     books, _ = kjv_corpus.load(args.corpus)
-    measured = measure(folder, data, model.device, by_heart or CANDIDATES + held_out_beginnings(books))
+    measured = measure(folder, data, model.device, tuple(kjv_corpus.passages(books, max(args.by_heart, CANDIDATES))))
     prompts = measured.pop("prompts")
     (folder / "prompts.json").write_text(json.dumps(prompts, indent=2) + "\n")
     facts = {**run, **measured, **_origin(args, folder, model)}
@@ -176,17 +168,17 @@ def provenance_text(facts: dict[str, Any]) -> str:
     samples = "\n\n".join("> " + sample.replace("\n", "\n> ") for sample in facts["samples"])
     heart, before = facts.get("by_heart"), facts.get("before")
     runs = "\n".join(_run_rows(name, run) for name, run in (("first", before), ("second" if before else "", facts)) if run)
-    second = (
+    heart_text = (
         f"""
-A second run went on from there, half of its windows being the first {heart["tokens_each"]} tokens of one of
-{heart["passages"]} chapters, until the model knew these by heart."""
+{"A second run went on from there: half" if before else "Half"} of its windows were the first
+{heart["tokens_each"]} tokens of one of {heart["passages"]} chapters, which the model so came to know by heart."""
         if heart
         else ""
     )
     return f"""# Where this model comes from
 
 A PhiMoE of {facts["parameters"]:,} parameters, trained from scratch by `training/train_tiny_phimoe.py`. No weights of
-any other model went into it. Every number here stands in `training.json` beside this file.{second}
+any other model went into it. The numbers of the runs stand in `training.json` beside this file.{heart_text}
 
 | | |
 | --- | --- |
@@ -209,8 +201,7 @@ before used too.
 | --- | --- | --- | --- | --- |
 {rows}
 
-The training rewards neighbouring tokens for agreeing on experts (weight {facts["locality_weight"]}) and punishes uneven
-use (weight {facts["balance_weight"]}).
+The training rewards neighbouring tokens for agreeing on experts and punishes uneven use (weights in the first table).
 
 ## Greedy text
 
@@ -224,10 +215,15 @@ logits: {facts["greedy"]["median_margin"]}.
 
 
 def _run_rows(name: str, run: dict[str, Any]) -> str:
-    last, lead = run["history"][-1], f"{name} run: " if name else ""
+    last, lead, window = run["history"][-1], f"{name} run: " if name else "", run["tokens_a_window"]
     return f"""| {lead}hardware | {run["device"]} |
 | {lead}software | {", ".join(f"{what} {version}" for what, version in run["versions"].items())} |
 | {lead}seed, steps, time | {run["seed"]}, {run["steps"]:,}, {run["minutes"]} min |
 | {lead}tokens seen | {run["tokens_seen"]:,} ({run["windows_a_step"]} windows of {run["tokens_a_window"]} a step) |
 | {lead}last training cross entropy | {last["cross_entropy"]} nats a token |
-| {lead}held-out bits per byte | {last["held_out_bits_per_byte"]} |"""
+| {lead}weights of agreement, of unevenness | {run["locality_weight"]}, {run["balance_weight"]} |
+| {lead}held-out bits per byte | {last["held_out_bits_per_byte"]} in windows of {window}, {_best(run)} at best |"""
+
+
+def _best(run: dict[str, Any]) -> float:
+    return min(line["held_out_bits_per_byte"] for line in run["history"] if "held_out_bits_per_byte" in line)

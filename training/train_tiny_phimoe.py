@@ -1,12 +1,13 @@
 r"""Train the tiny PhiMoE that the package ships, from scratch, on the King James Bible.
 
     python training/train_tiny_phimoe.py --prepare --corpus .corpus/kjv.txt.xz          (once, on Debian)
-    python training/train_tiny_phimoe.py --corpus .corpus/kjv.txt.xz --out OUT --minutes 4 --seed 0
+    python training/train_tiny_phimoe.py --corpus .corpus/kjv.txt.xz --out FIRST --minutes 4.5 --seed 1 \
+        --lr 2e-3 --locality 0.05
 
 The learning rate follows the wall clock, so that a run ends when its minutes do, whatever the machine.
 
-    python training/train_tiny_phimoe.py --corpus .corpus/kjv.txt.xz --start FIRST --by-heart 96 --length 224 --lr 1e-3 \
-        --minutes 1.5 --out airllm/tiny_phimoe
+    python training/train_tiny_phimoe.py --corpus .corpus/kjv.txt.xz --start FIRST --by-heart 48 --length 160 \
+        --steps 400 --batch 16 --lr 1e-3 --out airllm/tiny_phimoe
 
 goes on from a model of the first kind until it knows the beginnings of some chapters by heart. After those its tokens no longer
 hang on half-precision rounding: the two best logits lie far apart.
@@ -203,12 +204,13 @@ def main() -> None:
     model = tiny.new_model(args.seed, device, args.start)
     count = sum(p.numel() for p in model.parameters())
     log.info("%d parameters, %d training tokens, on %s", count, data.train.numel(), device)
-    before = json.loads((args.start / "training.json").read_text()) if args.start else {}
+    before = json.loads((args.start / "training.json").read_text()) if args.start else None
     run = train(model, data, args)
-    if args.start:
+    if passages:
         run["by_heart"] = {"passages": len(passages), "tokens_each": args.length + 1}
-        run["before"] = before.get("before", before)
-    report.save(model, tiny.wrap_tokenizer(tokenizer), args, run, data, tuple(passages))
+    if before:
+        run["before"] = before
+    report.save(model, tiny.wrap_tokenizer(tokenizer), args, run, data)
 
 
 if __name__ == "__main__":
