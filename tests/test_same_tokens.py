@@ -10,6 +10,7 @@ import families
 import pytest
 import slot_models
 import torch
+from half_rounding import disturbed
 from slot_rig import DEVICES, gpu
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
@@ -32,7 +33,7 @@ ANY = [
 SLOTS = 22
 EXPERT_VALUES = 3 * 128 * 80
 END_OF_TEXT = 0
-HALF_STEP, LOGIT_STEP = 2.0**-11, 1 / 64  # what float16 rounds by at most: relative, and two logits between 8 and 32
+LOGIT_STEP = 1 / 64  # what float16 rounds two logits between 8 and 32 by at most
 DRAWS = 256
 
 
@@ -58,18 +59,9 @@ def asked(device: str, dtype: torch.dtype, prompts: tuple[str, ...], new: int) -
 def rounding_decides(context: torch.Tensor, mine: int, theirs: int) -> bool:
     """Whether either token may follow ``context`` [1, T] in single precision when what each layer gives is disturbed as much as
     float16 rounds. (Such a disturbance can send a token to another expert, and then moves logits by more than itself.)"""
-    exact, generator = oracle(str(context.device), torch.float32), torch.Generator(context.device).manual_seed(0)
-
-    def disturb(_module: Any, _args: Any, hidden: torch.Tensor) -> torch.Tensor:
-        return hidden * (1 + HALF_STEP * (2 * torch.rand(hidden.shape, generator=generator, device=hidden.device) - 1))
-
-    hooks = [layer.register_forward_hook(disturb) for layer in exact.model.layers]
-    try:
-        with torch.no_grad():
-            logits = exact(context.expand(DRAWS, -1)).logits[:, -1]
-    finally:
-        for hook in hooks:
-            hook.remove()
+    exact = oracle(str(context.device), torch.float32)
+    with disturbed(exact), torch.no_grad():
+        logits = exact(context.expand(DRAWS, -1)).logits[:, -1]
     return bool((logits[:, theirs] - logits[:, mine]).min() <= LOGIT_STEP)
 
 

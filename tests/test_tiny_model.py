@@ -9,6 +9,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from half_rounding import disturbed
 from safetensors import safe_open
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
@@ -23,7 +24,6 @@ FIXED_TEXT = (
     "hundred wives, princesses, and three hundred concubines: and the sons of Judah were Er, and Onan, and Shelah.\n"
 )
 LARGEST_FP16_STEP = 1 / 64  # between numbers of 16 and 32, where the logits lie
-HALF_FP16_STEP = 2.0**-11  # relative
 NEW_TOKENS = 128
 
 
@@ -184,19 +184,9 @@ def test_greedy_tokens_of_the_shipped_prompts_do_not_hang_on_half_precision(toke
 
 
 def test_greedy_tokens_of_the_shipped_prompts_survive_what_rounding_does_to_a_layer(model, tokenizer, prompts, greedy):
-    generator = torch.Generator().manual_seed(0)
-
-    def disturb(_module, _args, hidden):
-        return hidden * (1 + HALF_FP16_STEP * (2 * torch.rand(hidden.shape, generator=generator) - 1))
-
-    hooks = [layer.register_forward_hook(disturb) for layer in model.model.layers]
     inputs = tokenizer(prompts, return_tensors="pt", padding=True)
-    try:
-        with torch.no_grad():
-            said = model.generate(**inputs, max_new_tokens=NEW_TOKENS, do_sample=False)
-    finally:
-        for hook in hooks:
-            hook.remove()
+    with disturbed(model), torch.no_grad():
+        said = model.generate(**inputs, max_new_tokens=NEW_TOKENS, do_sample=False)
     assert said[:, inputs["input_ids"].shape[1] :].tolist() == greedy[0]
 
 

@@ -159,7 +159,7 @@ def _origin(args: argparse.Namespace, folder: Path, model: PhimoeForCausalLM) ->
 
 
 def provenance_text(facts: dict[str, Any]) -> str:
-    """The page a reader of the folder sees; every number in it is one of `training.json`."""
+    """The page a reader of the folder sees; its numbers are those of `training.json` and of this file."""
     corpus, routing = facts["corpus"], facts["routing"]
     rows = "\n".join(
         f"| {layer} | {even} | {least} – {most} | {reuse} | {chance} |"
